@@ -1,0 +1,1 @@
+"""Elastic, deterministic data loading for vision-language models."""

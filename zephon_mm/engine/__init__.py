@@ -1,0 +1,1 @@
+"""Planning and delivering: tasks, lanes, the global order, and the driver thread."""

@@ -1,0 +1,151 @@
+"""The extension points. A new reader, processor, accumulator, source or runner is one file.
+
+Each protocol has at most four methods and one shared contract test in `tests/contracts/`.
+
+Imports: records. Used by: everything below the pipeline.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zephon_mm.errors import SampleError
+from zephon_mm.records import Chunk, MediaShape, RowBlob, ShardInfo, State
+
+In = TypeVar("In", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+
+Sample = Mapping[str, Any]
+"""One stored row: field name -> str, number, bytes, Blob, or lists and mappings of these."""
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Random access to the rows of one dataset in one format.
+
+    A reader is picklable, safe after fork and spawn, and holds no payload: image fields come back
+    as blobs. Its methods may be called from several threads at once.
+    """
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The shards in the order of the data."""
+        ...
+
+    def read(
+        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
+    ) -> list[Sample | SampleError]:
+        """Return the rows in the given order; a defective row is returned as its error.
+
+        Args:
+            shard: Index into `shards`.
+            rows: Row numbers inside the shard.
+            fields: Only these fields; None for all.
+
+        Raises:
+            OSError: The environment failed; the same call may succeed later.
+            DatasetError: The shard is not the one that was indexed.
+        """
+        ...
+
+    def fetch(self, blob: RowBlob) -> bytes:
+        """Return the complete bytes of a blob that is not a file region."""
+        ...
+
+    def digest(self) -> str:
+        """Return hex digits that change when any shard's name, size or row count does."""
+        ...
+
+
+@runtime_checkable
+class ImageProcessor(Protocol):
+    """Turns one encoded image into the model's uint8 input. Stateless and picklable."""
+
+    def measure(self, read: Callable[[int], bytes]) -> MediaShape:
+        """Return token count and output shape from the image's header alone.
+
+        Args:
+            read: `read(n)` gives the first n bytes of the image (fewer when it is shorter);
+                `read(-1)` gives all of it.
+
+        Raises:
+            SampleError: The bytes are no image that can be used.
+        """
+        ...
+
+    def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+        """Decode, resize and write the image into `out`, which has the measured shape.
+
+        Raises:
+            SampleError: The bytes do not decode. `out` may then hold anything.
+        """
+        ...
+
+    def normalize(self, pixels: Any, dtype: Any) -> Any:
+        """Map a uint8 tensor of written images to the model's range, in `dtype`."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return everything that the pixels depend on, JSON-serialisable."""
+        ...
+
+
+@runtime_checkable
+class Accumulator(Protocol[In, Out]):
+    """A serial operator that sees metadata only. Newly made for every lane and window."""
+
+    def push(self, item: In) -> Iterable[Out]:
+        """Take one item; return what it completes, usually nothing."""
+        ...
+
+    def flush(self) -> Iterable[Out]:
+        """Return what is still held: the window ends here."""
+        ...
+
+
+@runtime_checkable
+class WorkSource(Protocol):
+    """The curriculum: which samples come next in a lane. Pure: all state is in its argument."""
+
+    @property
+    def datasets(self) -> Sequence[Any]:
+        """The datasets that `Chunk.refs` point into."""
+        ...
+
+    def start(self, lane: int, num_lanes: int) -> State:
+        """Return the state in which a lane begins."""
+        ...
+
+    def next(self, state: State, chunk_size: int) -> tuple[Chunk | None, State]:
+        """Return the next chunk and the state after it, or (None, state) at a lane's end."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return everything that the chunks depend on, JSON-serialisable."""
+        ...
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """A `concurrent.futures.Executor` whose tasks get the runner's context as first argument.
+
+    The context is any picklable value, sent to each worker once: `submit(fn, x)` runs
+    `fn(context, x)`. Results are functions of the arguments, so a task may run again.
+    """
+
+    workers: int
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run `fn(context, *args)` in a worker."""
+        ...
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop the workers; with `wait`, return when they are gone."""
+        ...
+
+    def stats(self) -> Mapping[str, int]:
+        """Return plain counters such as `worker_restarts`."""
+        ...

@@ -1,0 +1,175 @@
+"""What crosses a boundary: references, blobs, documents, measured records, packed sequences.
+
+All are immutable. Those that a run makes by the million are named tuples, because they pickle
+several times faster than frozen dataclasses; the others are frozen, slotted dataclasses.
+
+Imports: nothing from the package. Used by: everything.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SampleRef(NamedTuple):
+    """Where a sample is stored. `dataset` is its position in the source's list of datasets."""
+
+    dataset: int
+    shard: int
+    row: int
+
+
+class FileBlob(NamedTuple):
+    """Compressed bytes that are a region of a local file.
+
+    `path` is absolute; `offset` and `size` are in bytes.
+    """
+
+    path: str
+    offset: int
+    size: int
+
+
+class RowBlob(NamedTuple):
+    """Compressed bytes that only a dataset's reader can fetch again, by shard, row and field."""
+
+    shard: int
+    row: int
+    field: str
+
+
+Blob = FileBlob | RowBlob
+
+
+class ShardInfo(NamedTuple):
+    """One shard: its name (unique in its dataset), its rows, its size in bytes."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text segment of a document. `train` says whether its tokens carry loss."""
+
+    text: str
+    train: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image segment of a document: a pointer to its compressed bytes."""
+
+    blob: Blob
+
+
+Segment = Text | Image
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One sample as an ordered list of segments. `key` is the name it has in its data, if any."""
+
+    segments: tuple[Segment, ...]
+    key: str = ""
+
+
+class MediaShape(NamedTuple):
+    """What an image will become: its placeholder tokens and the shape of its uint8 array."""
+
+    num_tokens: int
+    shape: tuple[int, ...]
+
+
+class ImageSlot(NamedTuple):
+    """An image inside a record.
+
+    `start` is the position of its first placeholder token in the record; the placeholders are
+    `[start, start + num_tokens)`, without the start and end tokens around them. `shape` is that of
+    the uint8 array that materializing will write.
+    """
+
+    blob: Blob
+    start: int
+    num_tokens: int
+    shape: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A measured document.
+
+    `token_ids` is (num_tokens,) int32, `trained` is (num_tokens,) bool: which tokens carry loss.
+    `uncut` lists half-open token ranges that may not be cut: an image with its start and end tokens.
+    """
+
+    ref: SampleRef
+    num_tokens: int
+    token_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    images: tuple[ImageSlot, ...]
+    uncut: tuple[tuple[int, int], ...]
+
+
+class Skip(NamedTuple):
+    """A sample that gives no record, and why. `defect` is False for a user's own filter."""
+
+    ref: SampleRef
+    reason: str
+    message: str
+    defect: bool
+
+
+class Piece(NamedTuple):
+    """The tokens `[start, stop)` of a record, as a part of a sequence."""
+
+    record: Record
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this piece."""
+        return self.stop - self.start
+
+    def images(self) -> Iterator[ImageSlot]:
+        """Yield the images that lie inside the piece, in order."""
+        for image in self.record.images:
+            if self.start <= image.start and image.start + image.num_tokens <= self.stop:
+                yield image
+
+
+class Sequence(NamedTuple):
+    """One packed training example: pieces in order, at most `max_length` tokens in all."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pieces, without padding."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def num_images(self) -> int:
+        """Images of all pieces."""
+        return sum(1 for piece in self.pieces for _ in piece.images())
+
+
+State = tuple[int | str, ...]
+"""A work source's position in one lane: a few integers (or short strings), JSON-serialisable."""
+
+
+class Chunk(NamedTuple):
+    """The references that a work source emits at once.
+
+    `refs` is (n, 3) int64 with the columns of `SampleRef`; n may be below `chunk_size` only for the
+    last chunk of a finite lane.
+    """
+
+    refs: NDArray[np.int64]
+
+
+Policy = Literal["drop", "truncate"]
