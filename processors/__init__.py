@@ -1,1 +1,5 @@
-"""From stored fields to documents, from encoded images to the model's uint8 arrays."""
+"""Processors: from encoded images and text fields to what a model takes. Pure, without I/O."""
+
+from zephon_mm.processors.siglip import SigLIPProcessor
+
+__all__ = ["SigLIPProcessor"]

@@ -1,11 +1,17 @@
-"""Plain counters that any thread may add to, and snapshots of them.
+"""Plain counters that any thread may add to, the latest defects, and snapshots of both.
 
 Imports: nothing from the package. Used by: engine, pipeline.
 """
 
+import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+
+logger = logging.getLogger("zephon_mm")
+
+KEPT_DEFECTS = 100
+"""How many of the latest defect messages are kept for `Metrics.defects`."""
 
 
 class Metrics:
@@ -14,13 +20,39 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
+        self._defects: deque[str] = deque(maxlen=KEPT_DEFECTS)
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter; it starts at zero."""
         with self._lock:
             self._sums[name] += amount  # type: ignore[assignment]
 
-    def snapshot(self) -> Mapping[str, float]:
+    def skip(self, reason: str, message: str) -> None:
+        """Count a sample or image that is not used; the first of each reason is logged."""
+        name = f"skipped.{reason}"
+        with self._lock:
+            self._sums[name] += 1
+            self._defects.append(f"{message} [{reason}]")
+            first = self._sums[name] == 1
+        if first:
+            logger.warning("%s [%s]; further ones are counted in metrics()", message, reason)
+
+    def defects(self) -> list[str]:
+        """Return the latest skipped samples, oldest first."""
+        with self._lock:
+            return list(self._defects)
+
+    def snapshot(self) -> dict[str, float]:
         """Return a copy of all counters, sorted by name."""
         with self._lock:
             return dict(sorted(self._sums.items()))
+
+
+def skips(counters: Mapping[str, float]) -> dict[str, int]:
+    """Return how often each reason occurred, from a snapshot."""
+    named = {name.partition(".") for name in counters}
+    return {
+        reason: int(counters[f"skipped.{reason}"])
+        for head, _, reason in sorted(named)
+        if head == "skipped"
+    }

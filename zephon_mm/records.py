@@ -103,7 +103,8 @@ class Record(NamedTuple):
     """A measured document.
 
     `token_ids` is (num_tokens,) int32, `trained` is (num_tokens,) bool: which tokens carry loss.
-    `uncut` lists half-open token ranges that may not be cut: an image with its start and end tokens.
+    `uncut` lists the half-open token ranges that may not be cut: each image with its start and
+    end tokens.
     """
 
     ref: SampleRef

@@ -37,7 +37,7 @@ class Stream:
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """Return (count,) float64 in [0, 1)."""
-        return (self.bits(count) >> np.uint64(11)) * 2.0**-53
+        return np.asarray((self.bits(count) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
     def integer(self, high: int) -> int:
         """Return one integer in [0, high), for `1 <= high <= 2**32`."""

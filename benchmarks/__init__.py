@@ -1,0 +1,1 @@
+"""The benchmark suite. Each module runs as `python -m benchmarks.NAME`."""

@@ -1,0 +1,237 @@
+"""JSON Lines: one JSON object a line, pictures as files beside it or as base64 inside it.
+
+Laws (tests/readers/test_jsonl.py, tests/contracts/reader.py):
+    1. A row is a line with more than white space. Counting, reading and resuming agree on that.
+    2. A bad line is the error of that row alone, named by file, line and byte. NaN and Infinity are
+       not JSON and are refused; lone surrogates become U+FFFD.
+    3. A picture's path never leaves the data's root, not even through a link.
+
+Cost: indexing reads the file once in blocks; reading, one `pread` and one JSON parse a row.
+
+Imports: errors, records, readers.{files, rowindex, imagerefs}. Used by: io (by entry point).
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zephon_mm.errors import DatasetError, SampleError
+from zephon_mm.protocols import Sample
+from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard
+from zephon_mm.readers.imagerefs import IMAGE_FIELDS, ImageRefs, decode_base64, value_at
+from zephon_mm.readers.rowindex import Part, RowIndex
+from zephon_mm.records import RowBlob, ShardInfo
+
+_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst")
+_BOM = b"\xef\xbb\xbf"
+_BLOCK_BYTES = 8 << 20
+_KEYS = ("__key__", "id", "key")
+
+_IS_TEXT = bytes(code not in b" \t\r\n" for code in range(256))  # JSON's white space
+
+
+class JsonlReader:
+    """Random access to the rows of JSON Lines files.
+
+    Args:
+        path: A .jsonl or .ndjson file, a folder of them, a list, or a pattern.
+        cache_dir: Folder for the index; None keeps it in memory.
+        progress: Show a bar while many shards are indexed.
+        root: Folder that relative picture paths start from and may not leave; None is the folder
+            of each file.
+        image_fields: Top-level fields that hold pictures. A nested `{"type": "image", "image": X}`
+            is one in any field.
+
+    Raises:
+        DatasetError: No shard, a missing one, or a compressed one.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        *,
+        cache_dir: PathLike | None = None,
+        progress: bool = True,
+        root: PathLike | None = None,
+        image_fields: Sequence[str] = IMAGE_FIELDS,
+    ) -> None:
+        self._root = os.path.realpath(root) if root is not None else None
+        self._image_fields = tuple(image_fields)
+        self._index = RowIndex(
+            path,
+            _SUFFIXES,
+            kind="jsonl",
+            index_shard=partial(index_lines, block_bytes=_BLOCK_BYTES),
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+
+    @classmethod
+    def detect(cls, path: Paths) -> bool:
+        """Whether the first file's first line is a JSON object, or its suffix says JSON Lines."""
+        files = list_files(path, _SUFFIXES)
+        if not files:
+            return False
+        if files[0].lower().endswith(_SUFFIXES):
+            return True
+        with open(files[0], "rb") as file:
+            line = file.readline(1 << 20).removeprefix(_BOM)
+        try:
+            return isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            return False
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The shards in the order of the data."""
+        return self._index.shards
+
+    def digest(self) -> str:
+        """Return hex digits that change when any shard's name, size or row count does."""
+        return self._index.digest()
+
+    def read(
+        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
+    ) -> list[Sample | SampleError]:
+        """Return the parsed rows, pictures as blobs, with `__key__`.
+
+        Raises:
+            IndexError: No such row.
+            OSError: A file cannot be read, other than for a picture that is not there.
+            DatasetError: The shard is not the one that was indexed.
+        """
+        lines = self._lines(shard, rows)
+        return [self._sample(shard, *line, fields) for line in lines]
+
+    def fetch(self, blob: RowBlob) -> bytes:
+        """Return a picture that is base64 inside its row.
+
+        Raises:
+            SampleError: It is not base64.
+        """
+        ((_, number, start, line),) = self._lines(blob.shard, [blob.row])
+        try:
+            return decode_base64(value_at(parse(line), blob.field))
+        except SampleError as error:
+            message = f"{self._where(blob.shard, number, start)}, {blob.field}: {error.message}"
+            raise SampleError(error.reason, message) from None
+
+    def _lines(self, shard: int, rows: Sequence[int]) -> list[tuple[int, int, int, bytes]]:
+        """Return (row, line number from 1, first byte, text) of each row."""
+        numbers = self._index.rows(shard, rows)
+        arrays = self._index.part(shard).arrays
+        columns = (arrays[name][numbers].tolist() for name in ("line", "start", "stop"))
+        lines = []
+        with open_shard(self._index.files[shard]) as descriptor:
+            for row, number, start, stop in zip(rows, *columns, strict=True):
+                text = os.pread(descriptor, stop - start, start)
+                if len(text) < stop - start:
+                    raise DatasetError(f"{self._where(shard, number, start)} is cut. Restore it.")
+                lines.append((int(row), number, start, text))
+        return lines
+
+    def _sample(
+        self,
+        shard: int,
+        row: int,
+        number: int,
+        start: int,
+        line: bytes,
+        fields: Sequence[str] | None,
+    ) -> Sample | SampleError:
+        try:
+            sample = parse(line)
+            key = next((sample[name] for name in _KEYS if sample.get(name) is not None), "")
+            if fields is not None:
+                sample = {name: sample[name] for name in fields if name in sample}
+            root = self._root or os.path.dirname(os.path.realpath(self._index.files[shard].path))
+            refs = ImageRefs(root, shard, row)
+            refs.resolve(sample, self._image_fields, nested=b"image" in line or b"\\u" in line)
+        except SampleError as error:
+            where = self._where(shard, number, start)
+            return SampleError(error.reason, f"{where}: {error.message}")
+        sample["__key__"] = str(key)
+        return sample
+
+    def _where(self, shard: int, number: int, start: int) -> str:
+        return f"{self.shards[shard].name}, line {number}, byte {start}"
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Return one line's object.
+
+    Raises:
+        SampleError: `bad_utf8`, or `bad_json`: it does not parse, or is not an object.
+    """
+    try:
+        value = json.loads(line.decode(), parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8 at byte {error.start} of the line. Encode the file as UTF-8."
+        raise SampleError("bad_utf8", message) from None
+    except (ValueError, RecursionError) as error:
+        raise SampleError("bad_json", f"does not parse as JSON: {error}") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise SampleError("bad_json", f"holds a {kind}, expected an object {{...}}")
+    has_surrogates = b"\\ud" in line or b"\\uD" in line
+    fixed: dict[str, Any] = _without_lone_surrogates(value) if has_surrogates else value
+    return fixed
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON. Write null or a number")
+
+
+def _without_lone_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [_without_lone_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        fixed = _without_lone_surrogates
+        return {fixed(key): fixed(item) for key, item in value.items()}
+    return value
+
+
+def index_lines(file: ShardFile, *, block_bytes: int) -> Part:
+    """Find the rows of a file.
+
+    Args:
+        file: The shard.
+        block_bytes: Read at once; the result does not depend on it.
+
+    Raises:
+        DatasetError: The file is compressed.
+    """
+    with open_shard(file) as descriptor:
+        if os.pread(descriptor, 4, 0).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+            raise DatasetError(
+                f"{file.path} is compressed. Rows need random access: decompress it."
+            )
+        origin = len(_BOM) if os.pread(descriptor, len(_BOM), 0) == _BOM else 0
+        ends, texts = [np.array([origin])], []  # of every line: its end, whether it holds text
+        at, open_line = origin, 0
+        while block := os.pread(descriptor, block_bytes, at):
+            after = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1
+            starts = np.concatenate([[0], after[after < len(block)]])
+            is_text = np.frombuffer(block.translate(_IS_TEXT), dtype=np.uint8)
+            has_text = np.maximum.reduceat(is_text, starts)
+            has_text[0] |= open_line
+            open_line = int(has_text[-1]) if starts.size > after.size else 0
+            ends.append(after + at)
+            texts.append(has_text[: after.size])
+            at += len(block)
+    ends.append(np.array([at]))
+    texts.append(np.array([open_line], dtype=np.uint8))
+    return _rows(np.concatenate(ends), np.concatenate(texts) > 0)
+
+
+def _rows(ends: NDArray[np.int64], has_text: NDArray[np.bool_]) -> Part:
+    lines = np.flatnonzero(has_text)
+    arrays = {"line": lines + 1, "start": ends[:-1][has_text], "stop": ends[1:][has_text]}
+    return Part(lines.size, {}, {name: array.astype(np.int64) for name, array in arrays.items()})

@@ -1,0 +1,240 @@
+"""Where the rows of a dataset of files are: found once, kept as arrays, cached as one file.
+
+Laws (tests/readers/test_rowindex.py):
+    1. An index never outlives its shard: a shard whose size or mtime changed is indexed again, the
+       others are copied from the old cache. A damaged cache is the same as none.
+    2. A cache appears whole or not at all, so any number of processes may build one at once.
+    3. Unpickling maps the cache file: all processes of a machine share its pages.
+
+Cost: one sequential pass of the format's own scanner over new shards. No Python object per row.
+
+Imports: errors, records, rng, readers.files. Used by: readers of single files.
+"""
+
+import json
+import os
+import struct
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from zephon_mm.errors import DatasetError
+from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable
+from zephon_mm.records import ShardInfo
+from zephon_mm.rng import digest
+
+_MAGIC = b"ZMMIDX1\0"
+_PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the JSON header, CRC-32 of all that follows
+_ALIGN = 64  # bytes; views of any dtype then lie on its boundary
+_QUIET_SHARDS = 3  # indexing up to this many shows no progress bar
+
+
+class Part(NamedTuple):
+    """The index of one shard: JSON-serialisable `meta`, and arrays with shard-local values.
+
+    All parts of an index have the same array names, each with one dtype, all one-dimensional.
+    """
+
+    num_rows: int
+    meta: Mapping[str, Any]
+    arrays: Mapping[str, NDArray[Any]]
+
+
+class RowIndex:
+    """The parts of all shards of a dataset, in one buffer: memory, or a mapped cache file.
+
+    Args:
+        path: As for `list_files`.
+        suffixes: Of the shards in a folder.
+        kind: Format and options that the parts depend on; in the cache's key and the digest.
+        index_shard: Scans one shard; picklable.
+        cache_dir: Folder for the cache; None keeps the index in memory.
+        progress: Show a bar on stderr, if that is a terminal, when many shards must be scanned.
+
+    Raises:
+        DatasetError: Shards are missing, or `index_shard` refuses one.
+    """
+
+    def __init__(
+        self,
+        path: Paths,
+        suffixes: tuple[str, ...],
+        *,
+        kind: str,
+        index_shard: Callable[[ShardFile], Part],
+        cache_dir: PathLike | None = None,
+        progress: bool = True,
+    ) -> None:
+        self.files = find_shards(path, suffixes)
+        self._kind = kind
+        self._index_shard = index_shard
+        self._cache: str | None = None
+        if cache_dir is not None:
+            # Keyed by what was asked for: shards that join a folder extend its cache.
+            asked = [path] if isinstance(path, str | os.PathLike) else path
+            place = [printable(os.fsencode(os.path.abspath(one))) for one in asked]
+            self._cache = os.path.join(cache_dir, f"{digest(kind, *place)}.index")
+        self._adopt(self._cached() or self._build(progress=progress))
+
+    def digest(self) -> str:
+        """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
+        return digest(self._kind, *(value for shard in self.shards for value in shard))
+
+    def part(self, shard: int) -> Part:
+        """Return the index of one shard, its arrays as read-only views."""
+        return self._image.part(shard)
+
+    def rows(self, shard: int, rows: Sequence[int]) -> NDArray[np.int64]:
+        """Return row numbers as an array.
+
+        Raises:
+            IndexError: One of them is not a row of the shard.
+        """
+        numbers = np.asarray(rows, dtype=np.int64)
+        name, num_rows, _ = self.shards[shard]
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
+            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
+        return numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave a mapped image out: the other process maps the same file."""
+        state = dict(self.__dict__)
+        if self._cache is not None:
+            state["_image"] = self._image.checksum
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the cache again; when it is gone, scan the shards again."""
+        self.__dict__.update(state)
+        if self._cache is None:
+            return
+        image = _Image.load(self._cache)
+        if image is None or image.checksum != state["_image"]:
+            before = self.digest()
+            self._adopt(self._cached() or self._build(progress=False))
+            if self.digest() != before:
+                raise DatasetError(f"the shards of {self._cache} changed during the run. Restart.")
+        else:
+            self._image = image
+
+    def _adopt(self, image: "_Image") -> None:
+        self._image = image
+        self.shards = tuple(
+            ShardInfo(file.name, num_rows, file.num_bytes)
+            for file, num_rows in zip(self.files, image.num_rows(), strict=True)
+        )
+
+    def _cached(self) -> "_Image | None":
+        image = _Image.load(self._cache) if self._cache is not None else None
+        fits = image is not None and image.stamps() == [file[1:] for file in self.files]
+        return image if image is not None and fits and image.is_intact() else None
+
+    def _build(self, *, progress: bool) -> "_Image":
+        old = _Image.load(self._cache) if self._cache is not None else None
+        known = {}
+        if old is not None and old.is_intact():
+            known = {stamp: i for i, stamp in enumerate(old.stamps())}
+        new = sum(file[1:] not in known for file in self.files)
+        hidden = None if progress and new > _QUIET_SHARDS else True
+        parts = []
+        for file in tqdm(self.files, desc=f"index {self._kind}", unit="shard", disable=hidden):
+            at = known.get(file[1:])
+            parts.append(self._index_shard(file) if old is None or at is None else old.part(at))
+        image = _Image.encode(self.files, parts)
+        if self._cache is None:
+            return image
+        try:
+            return image.save(self._cache)
+        except OSError as error:
+            warnings.warn(
+                f"cannot keep an index at {self._cache} ({error}): it will be made anew in each "
+                "run. Set cache_dir to a folder that can be written.",
+                stacklevel=4,
+            )
+            self._cache = None
+            return image
+
+
+class _Image:
+    """An index as bytes: prefix, JSON header, then each array of all shards, aligned.
+
+    Args:
+        buffer: (bytes,) uint8, in memory or mapped.
+    """
+
+    def __init__(self, buffer: NDArray[np.uint8]) -> None:
+        self._buffer = buffer
+        magic, length, self.checksum = _PREFIX.unpack(buffer[: _PREFIX.size].tobytes())
+        if magic != _MAGIC:
+            raise ValueError("not an index")
+        self._start = _PREFIX.size + length
+        self._header = json.loads(buffer[_PREFIX.size : self._start].tobytes())
+
+    @classmethod
+    def load(cls, path: str) -> "_Image | None":
+        """Map a file; None if there is none, or it is no index."""
+        try:
+            return cls(np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray))
+        except (OSError, ValueError, struct.error):
+            return None  # absent, empty, cut or overwritten: the same as no cache
+
+    @classmethod
+    def encode(cls, files: Sequence[ShardFile], parts: Sequence[Part]) -> "_Image":
+        """Lay the parts out; the arrays of one name follow one another."""
+        rows = [[*f[1:], p.num_rows, p.meta] for f, p in zip(files, parts, strict=True)]
+        columns, chunks, at = [], [], 0
+        for name in parts[0].arrays:
+            arrays = [part.arrays[name] for part in parts]
+            bounds = np.cumsum([0] + [array.size for array in arrays])
+            columns.append([name, arrays[0].dtype.str, at, bounds.tolist()])
+            data = np.concatenate(arrays).tobytes()
+            chunks.append(data + bytes(-len(data) % _ALIGN))
+            at += len(chunks[-1])
+        header = json.dumps({"shards": rows, "columns": columns}).encode()
+        header += b" " * (-(len(header) + _PREFIX.size) % _ALIGN)
+        body = b"".join([header, *chunks])
+        prefix = _PREFIX.pack(_MAGIC, len(header), zlib.crc32(body))
+        return cls(np.frombuffer(prefix + body, dtype=np.uint8))
+
+    def save(self, path: str) -> "_Image":
+        """Write whole or not at all; return the same image, mapped from the file."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".new")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._buffer.data)
+            # Mapped before it gets its name: another process may replace it at any time.
+            mapped = _Image(np.memmap(temporary, dtype=np.uint8, mode="r").view(np.ndarray))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        return mapped
+
+    def is_intact(self) -> bool:
+        """Whether the checksum fits: reads every byte."""
+        return bool(zlib.crc32(self._buffer[_PREFIX.size :].data) == self.checksum)
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Return (path, bytes, mtime in ns) of each shard."""
+        return [(path, size, mtime) for path, size, mtime, *_ in self._header["shards"]]
+
+    def num_rows(self) -> list[int]:
+        """Return the rows of each shard."""
+        return [row[3] for row in self._header["shards"]]
+
+    def part(self, shard: int) -> Part:
+        """Return one shard's part; its arrays are views."""
+        *_, num_rows, meta = self._header["shards"][shard]
+        arrays = {}
+        for name, dtype, at, bounds in self._header["columns"]:
+            kind = np.dtype(dtype)
+            first, last = (self._start + at + bounds[i] * kind.itemsize for i in (shard, shard + 1))
+            arrays[name] = self._buffer[first:last].view(kind)
+        return Part(num_rows, meta, arrays)

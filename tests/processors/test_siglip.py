@@ -1,0 +1,290 @@
+import concurrent.futures
+import io
+import json
+import pickle
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage
+import sklearn.datasets
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import SiglipImageProcessor, SiglipImageProcessorPil
+
+from zephon_mm.errors import ConfigError, SampleError
+from zephon_mm.processors import SigLIPProcessor
+from zephon_mm.processors.image import decode
+from zephon_mm.processors.siglip import preset_names
+from zephon_mm.protocols import ImageProcessor
+
+CASES = Path(__file__).parents[1] / "fixtures" / "cases"
+PHOTOGRAPHS = {
+    **{
+        name: Path(skimage.__file__).parent / "data" / name
+        for name in (
+            *("astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg", "ihc.png"),
+            *("motorcycle_left.png", "moon.png", "page.png", "rocket.jpg", "camera.png"),
+        )
+    },
+    **{
+        name: Path(sklearn.datasets.__file__).parent / "images" / name
+        for name in ("china.jpg", "flower.jpg")
+    },
+}
+ODD_SIZES = [(1, 1), (1, 313), (313, 1), (3, 5), (37, 53), (1, 201), (31, 2000), (2000, 31)]
+BACKENDS = {"torchvision": SiglipImageProcessor, "pillow": SiglipImageProcessorPil}
+EVERY_SETTING = [
+    pytest.param(size, resample, backend, id=f"{backend}-{resample}-{size}")
+    for backend in BACKENDS
+    for resample in (2, 3)
+    for size in (224, 384)
+]
+
+
+def encode(image, image_format="PNG", **options):
+    buffer = io.BytesIO()
+    if image_format == "PNG":
+        options["compress_level"] = 1
+    image.save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+@cache
+def photograph(name, quality):
+    """Return a photograph, at most 640 pixels wide, as JPEG; quality 100 stands for PNG."""
+    with Image.open(PHOTOGRAPHS[name]) as image:
+        picture = image.convert("RGB")
+    picture.thumbnail((640, 640))
+    if quality == 100:
+        return encode(picture)
+    return encode(picture, "JPEG", quality=quality)
+
+
+def noise(height, width):
+    return np.random.default_rng(height * 7919 + width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
+
+
+def read_from(encoded):
+    return lambda count: encoded if count < 0 else encoded[:count]
+
+
+def written(processor, encoded):
+    """Write an image the way the engine does, over old bytes."""
+    out = np.full(processor.measure(read_from(encoded)).shape, 77, dtype=np.uint8)
+    processor.write(encoded, out)
+    return out
+
+
+def reference(processor, pixels, **options):
+    height, width = processor.height_width
+    theirs = BACKENDS[processor.backend](
+        size={"height": height, "width": width}, resample=processor.resample, **options
+    )
+    found = theirs(pixels, return_tensors="pt", input_data_format="channels_last")
+    return found["pixel_values"][0]
+
+
+def assert_equals_transformers(processor, encoded):
+    ours, pixels = written(processor, encoded), decode(encoded)
+    raw = reference(processor, pixels, do_rescale=False, do_normalize=False)
+    assert np.array_equal(ours, raw.numpy())
+    normal = processor.normalize(torch.from_numpy(ours), torch.float32)
+    assert torch.equal(normal, reference(processor, pixels))
+
+
+# Law 1: bit for bit transformers.
+
+
+@pytest.mark.parametrize("quality", [85, 95, 100])
+@pytest.mark.parametrize("name", PHOTOGRAPHS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("resample", [2, 3])
+def test_photographs_equal_transformers(backend, resample, name, quality):
+    assert_equals_transformers(
+        SigLIPProcessor(384, 14, resample, backend), photograph(name, quality)
+    )
+
+
+@pytest.mark.parametrize(("size", "resample", "backend"), EVERY_SETTING)
+@pytest.mark.parametrize("shape", ODD_SIZES)
+def test_odd_sizes_equal_transformers(shape, size, resample, backend):
+    encoded = encode(Image.fromarray(noise(*shape)))
+    assert_equals_transformers(SigLIPProcessor(size, 14, resample, backend), encoded)
+
+
+@pytest.mark.parametrize(("size", "resample", "backend"), EVERY_SETTING)
+def test_an_image_of_the_right_size_is_copied(size, resample, backend):
+    pixels = noise(size, size)
+    ours = written(SigLIPProcessor(size, 14, resample, backend), encode(Image.fromarray(pixels)))
+    assert np.array_equal(ours, pixels.transpose(2, 0, 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 120), st.integers(1, 120)),
+    size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    resample=st.sampled_from([2, 3]),
+    backend=st.sampled_from(sorted(BACKENDS)),
+)
+def test_any_size_equals_transformers(shape, size, resample, backend):
+    encoded = encode(Image.fromarray(noise(*shape)))
+    assert_equals_transformers(SigLIPProcessor(size, 1, resample, backend), encoded)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_levels_normalise_as_in_transformers(backend):
+    levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)
+    processor = SigLIPProcessor(16, 16, backend=backend)
+    ours = processor.normalize(torch.from_numpy(levels).permute(2, 0, 1), torch.float32)
+    theirs = reference(processor, levels)
+    assert torch.equal(ours, theirs)
+    half = processor.normalize(torch.from_numpy(levels).permute(2, 0, 1), torch.bfloat16)
+    assert torch.equal(half, theirs.to(torch.bfloat16))
+
+
+def test_normalising_leaves_its_argument_alone():
+    pixels = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    assert SigLIPProcessor().normalize(pixels, torch.float32).unique().tolist() == [1.0]
+    assert pixels.unique().tolist() == [255]
+
+
+# Law 2: measured shape = written shape.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    size=st.one_of(st.integers(32, 128), st.tuples(st.integers(32, 128), st.integers(32, 128))),
+    patch_size=st.sampled_from([14, 16, 32]),
+    orientation=st.integers(1, 8),
+)
+def test_the_measured_shape_is_written(shape, size, patch_size, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    encoded = encode(Image.fromarray(noise(*shape)), "JPEG", exif=exif)
+    processor = SigLIPProcessor(size, patch_size)
+    measured = processor.measure(read_from(encoded))
+    height, width = processor.height_width
+    assert measured.shape == (3, height, width) == written(processor, encoded).shape
+    assert measured.num_tokens == (height // patch_size) * (width // patch_size)
+
+
+@pytest.mark.parametrize("name", ["w1_h1.jpg", "w1_h1.png"])
+def test_one_pixel_gives_one_colour(name):
+    encoded = (CASES / "IMG-21" / name).read_bytes()
+    colour = decode(encoded)[0, 0]
+    for backend in BACKENDS:
+        ours = written(SigLIPProcessor(backend=backend), encoded)
+        assert np.array_equal(ours, np.broadcast_to(colour[:, None, None], ours.shape))
+
+
+def test_a_wide_image_is_squashed_not_cropped():
+    pixels = np.zeros((50, 200, 3), np.uint8)
+    pixels[:, :20] = pixels[:, -20:] = 255  # both ends stay visible
+    ours = written(SigLIPProcessor(100, 10), encode(Image.fromarray(pixels)))
+    assert ours[0, 50, :9].min() == 255
+    assert ours[0, 50, -9:].min() == 255
+    assert ours[0, 50, 12:-12].max() == 0
+
+
+# Law 3: no state.
+
+
+def test_threads_and_order_do_not_change_pixels():
+    processor = SigLIPProcessor()
+    images = [photograph(name, 85) for name in PHOTOGRAPHS]
+    alone = [written(processor, image) for image in images]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda image: written(processor, image), images[::-1]))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together[::-1], strict=True))
+
+
+def test_it_is_picklable_and_a_processor():
+    processor = SigLIPProcessor(224, 16, 2, "pillow")
+    assert pickle.loads(pickle.dumps(processor)) == processor
+    assert isinstance(processor, ImageProcessor)
+
+
+# Refusals and settings.
+
+
+def test_defects_are_found_while_measuring():
+    processor = SigLIPProcessor(max_pixels=100)
+    with pytest.raises(SampleError, match="too_many_pixels"):
+        processor.measure(read_from(encode(Image.fromarray(noise(10, 11)))))
+    with pytest.raises(SampleError, match="not_an_image"):
+        processor.measure(read_from(b"<html></html>"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"resample": 0},
+        {"resample": 1},
+        {"backend": "opencv"},
+        {"size": 13},
+        {"size": (384, 8)},
+        {"patch_size": 0},
+        {"std": 0.0},
+        {"max_pixels": 0},
+    ],
+)
+def test_impossible_settings_are_refused_at_construction(settings):
+    with pytest.raises(ConfigError):
+        SigLIPProcessor(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "patch", "resample", "tokens"),
+    [
+        ("siglip-base-patch16-224", 224, 16, 3, 196),
+        ("siglip-large-patch16-384", 384, 16, 3, 576),
+        ("siglip-so400m-patch14-384", 384, 14, 3, 729),
+        ("siglip2-base-patch32-256", 256, 32, 2, 64),
+        ("google/siglip2-base-patch16-512", 512, 16, 2, 1024),
+        ("siglip2-so400m-patch14-384", 384, 14, 2, 729),
+        ("siglip2-so400m-patch16-384", 384, 16, 2, 576),
+        ("siglip2-giant-opt-patch16-256", 256, 16, 2, 256),
+    ],
+)
+def test_presets_are_the_published_ones(name, size, patch, resample, tokens):
+    processor = SigLIPProcessor.preset(name)
+    assert (processor.size, processor.patch_size, processor.resample) == (size, patch, resample)
+    assert processor.measure(read_from(photograph("coffee.png", 85))).num_tokens == tokens
+
+
+def test_every_preset_can_be_made():
+    assert len(preset_names()) == 23
+    for name in preset_names():
+        assert SigLIPProcessor.preset(name, backend="pillow").backend == "pillow"
+
+
+def test_unknown_presets_say_what_exists():
+    with pytest.raises(ConfigError, match="NaFlexProcessor"):
+        SigLIPProcessor.preset("siglip2-base-patch16-naflex")
+    with pytest.raises(ConfigError, match="siglip2-so400m-patch16-384"):
+        SigLIPProcessor.preset("siglip3")
+
+
+def test_fingerprint_tells_all_that_pixels_depend_on():
+    ours = SigLIPProcessor().fingerprint()
+    assert json.loads(json.dumps(ours)) == ours
+    assert ours["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert "cpu_capability" not in SigLIPProcessor(backend="pillow").fingerprint()
+    others = [
+        SigLIPProcessor(size=224),
+        SigLIPProcessor(size=(384, 224)),
+        SigLIPProcessor(patch_size=16),
+        SigLIPProcessor(resample=2),
+        SigLIPProcessor(backend="pillow"),
+        SigLIPProcessor(mean=0.4),
+        SigLIPProcessor(std=0.4),
+        SigLIPProcessor(max_pixels=1000),
+    ]
+    assert all(other.fingerprint() != ours for other in others)

@@ -1,0 +1,105 @@
+"""The package's shape, checked: what may import what, what ships, how large a file may grow."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
+MAX_FILE_LINES = 500
+MAX_LINES = 10_000  # of everything: the package, its tests and its benchmarks
+
+# Lower rows may not import higher ones; most rows' own members may not import one another.
+LAYERS = [
+    {"errors", "protocols", "records", "rng", "metrics"},
+    {"readers", "processors", "runners", "shm", "io"},
+    {"ops", "work", "batch", "checkpoint", "index"},
+    {"engine"},
+    {"pipeline", "recipe"},
+    {"integrations", "cli"},
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in sorted(parts)}
+SIBLINGS_MAY_MEET = {0, 4, 5}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Yield (part, file) for every source file outside `zephon_mm/__init__.py`."""
+    for part in LEVEL:
+        home = HOME.get(part, ROOT / "zephon_mm" / part)
+        if home.is_dir():
+            yield from ((part, path) for path in sorted(home.rglob("*.py")))
+        elif (file := home.with_suffix(".py")).is_file():
+            yield part, file
+
+
+def parts_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, part) for each import of the package, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            assert package not in HOME, f"{path}:{node.lineno} write zephon_mm.{name}"
+            if package == "zephon_mm" and rest:
+                yield node.lineno, rest.partition(".")[0]
+
+
+SOURCES = [pytest.param(part, path, id=str(path.relative_to(ROOT))) for part, path in modules()]
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES)
+def test_imports_point_down(part: str, path: Path) -> None:
+    for line, other in parts_imported(path):
+        if other == part:
+            continue
+        assert other in LEVEL, f"{path}:{line} imports {other}, which has no row in LAYERS"
+        here, there = LEVEL[part], LEVEL[other]
+        allowed = there < here or (there == here and here in SIBLINGS_MAY_MEET)
+        assert allowed, f"{path}:{line} {part} (row {here}) imports {other} (row {there})"
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES)
+def test_no_file_outgrows_a_sitting_and_each_says_what_it_is_for(part: str, path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+def test_every_module_has_a_row() -> None:
+    parts = {path.stem for path in (ROOT / "zephon_mm").iterdir() if path.suffix == ".py"}
+    parts |= {path.parent.name for path in (ROOT / "zephon_mm").glob("*/__init__.py")}
+    assert parts - {"__init__"} <= set(LEVEL)
+
+
+def test_every_package_ships() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {"zephon_mm"}
+    for base, name in [(ROOT / "zephon_mm", "zephon_mm")] + [
+        (home, f"zephon_mm.{part}") for part, home in HOME.items()
+    ]:
+        for init in base.rglob("__init__.py"):
+            found.add(".".join([name, *init.parent.relative_to(base).parts]))
+    assert sorted(listed) == sorted(found)
+
+
+def test_links_point_at_the_real_folders() -> None:
+    for part, home in HOME.items():
+        link = ROOT / "zephon_mm" / part
+        if link.is_symlink():  # a checkout without symlinks has a text file here
+            assert link.resolve() == home
+
+
+def test_the_whole_can_be_read_by_one_person() -> None:
+    folders = ("zephon_mm", "readers", "processors", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    # A link is walked by some Python versions and not by others.
+    lines = {path.resolve(): len(path.read_text().splitlines()) for path in files}
+    assert sum(lines.values()) <= MAX_LINES

@@ -1,0 +1,91 @@
+"""The names that users import and the keywords that they write, pinned.
+
+A name may be added here. Removing or renaming one breaks somebody's training script: it needs a
+deprecation and a line in CHANGELOG.md.
+"""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import zephon_mm
+
+MOST_NAMES = 12
+
+NAMES = {
+    "zephon_mm": ["Pipeline"],
+    "zephon_mm.checkpoint": ["merge_checkpoints"],
+    "zephon_mm.errors": [
+        "CheckpointError",
+        "ConfigError",
+        "DataQualityError",
+        "DatasetError",
+        "RunnerError",
+        "SampleError",
+        "WorkerCrashed",
+        "WorkerLost",
+        "ZephonError",
+    ],
+    "zephon_mm.io": ["Dataset"],
+    "zephon_mm.processors": ["NaFlexProcessor", "SigLIPProcessor"],
+    "zephon_mm.work": ["StaticMixtureWorkSource", "TokenEstimation"],
+}
+
+# method of Pipeline -> keywords that it must take
+METHODS = {
+    "options": ["canonical_replicas", "dp_degree", "dp_rank", "runner", "workers", "io_options"],
+    "map": [],
+    "filter": [],
+    "map_sequence": [],
+    "accumulate": [],
+    "tokenize": ["tokenizer_id", "field"],
+    "interleave": ["tokenizer", "image_processor"],
+    "pack_flat": ["max_length", "algorithm", "max_images"],
+    "shuffle": ["buffer_size", "seed"],
+    "batch": ["microbatch_size", "global_batch_size"],
+    "checkpoint": ["after", "group"],
+    "restore": [],
+    "validate": [],
+    "explain": [],
+    "plan": [],
+    "metrics": [],
+    "close": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in NAMES.items() for name in names]
+)
+def test_documented_names_can_be_imported(module: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pipeline_methods_take_their_documented_keywords(method: str) -> None:
+    taken = inspect.signature(getattr(zephon_mm.Pipeline, method)).parameters
+    assert set(METHODS[method]) <= set(taken)
+
+
+def test_the_packages_names_are_few_sorted_and_exactly_those_announced() -> None:
+    assert zephon_mm.__all__ == sorted(zephon_mm.__all__)
+    assert set(NAMES["zephon_mm"]) <= set(zephon_mm.__all__)
+    assert len(zephon_mm.__all__) <= MOST_NAMES
+    visible = {
+        name
+        for name, value in vars(zephon_mm).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert visible == {name for name in zephon_mm.__all__ if not name.startswith("_")}
+
+
+@pytest.mark.slow
+def test_importing_starts_no_thread_and_prints_nothing() -> None:
+    code = "import threading, zephon_mm; assert threading.active_count() == 1"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

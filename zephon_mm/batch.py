@@ -1,0 +1,302 @@
+"""A batch: packed sequences as torch tensors, what a model is given of it, and its digests.
+
+Laws (tests/test_batch.py):
+    1. No label crosses a document: the first token of every segment has label -100.
+    2. A row's digest depends on the row alone, not on the batch that it came in.
+    3. `to_training` never lets an invalid image's or padding's pixels reach the model.
+
+Imports: records, protocols, shm.layout. Used by: engine, pipeline.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zephon_mm.errors import ConfigError
+from zephon_mm.protocols import ImageProcessor
+from zephon_mm.records import ImageSlot
+from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.shm.layout import Layout
+
+IGNORE = -100
+"""The label of a token that carries no loss, as in torch's cross entropy."""
+
+Attention = Literal["varlen", "block", "sdpa"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """B packed sequences of L = `max_length` tokens, and the N images inside them.
+
+    The tensors may be views of shared memory: they stay valid as long as any of them is alive.
+    Treat them as read-only.
+
+    Attributes:
+        input_ids: (B, L) int64; padding holds the tokenizer's pad id.
+        labels: (B, L) int64, not shifted: position i holds token i, or -100 on images, padding,
+            untrained text, the first token of a segment, and documents with an invalid image.
+        position_ids: (B, L) int64, from 0 in every document and in the padding.
+        segment_ids: (B, L) int32, 1..n along a row; 0 is padding.
+        cu_seqlens: (segments + 1,) int32 over the flattened B x L; padding is a segment too.
+        max_seqlen: Longest segment, in tokens.
+        pixel_values: (N, 3, H, W) uint8, ordered by row, then token; not normalised.
+        image_index: (N, 3) int64: row, first placeholder token, number of placeholder tokens.
+        image_valid: (N,) bool; False where the image could not be decoded (its pixels are zero).
+        sequence_ids: (B,) int64, the global numbers of the rows.
+        keys: For each row, the names of the samples in it: `dataset/shard/row`.
+        num_valid_tokens: Labels that are not -100.
+        delivered: Global sequences delivered, over all ranks, once this batch is.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    segment_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    pixel_values: torch.Tensor
+    image_index: torch.Tensor
+    image_valid: torch.Tensor
+    sequence_ids: torch.Tensor
+    keys: tuple[tuple[str, ...], ...]
+    num_valid_tokens: int
+    delivered: int
+    image_processor: ImageProcessor | None = None
+
+    def to_training(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        attention: Attention = "varlen",
+        shift_labels: bool = False,
+        rename: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Return exactly the keyword arguments of a packed-sequence model, and nothing else.
+
+        Args:
+            device: Where the tensors go; None leaves them where they are.
+            dtype: Of the normalised `pixel_values`.
+            attention: How the model keeps documents apart.
+                `varlen`: `input_ids`, `labels`, `position_ids` as (1, B * L), with
+                `cu_seq_lens_q`, `cu_seq_lens_k` (int32) and `max_length_q`, `max_length_k` (int):
+                the names that transformers' flash attention takes.
+                `sdpa`: (B, L) tensors and `attention_mask`, (B, 1, L, L) bool, True where a query
+                may attend: causal, inside its own segment.
+                `block`: (B, L) tensors and `attention_mask`, a flex-attention `BlockMask` of the
+                same rule.
+            shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
+                not shift. transformers' models shift by themselves: leave it off for those.
+            rename: Key -> the name that your model uses for it.
+
+        Returns:
+            The tensors above, and `pixel_values` (N, 3, H, W) in `dtype`, normalised by the image
+            processor, all zero for invalid images; absent in a pipeline without images.
+
+        Raises:
+            ConfigError: Unknown `attention`, or `rename` names a key that is not there.
+        """
+        labels = _shifted(self.labels) if shift_labels else self.labels
+        tensors: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "labels": labels,
+            "position_ids": self.position_ids,
+        }
+        if attention == "varlen":
+            tensors = {name: value.reshape(1, -1) for name, value in tensors.items()}
+            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = self.cu_seqlens
+        elif attention not in ("sdpa", "block"):
+            raise ConfigError(f"attention must be varlen, block or sdpa, got {attention!r}")
+        tensors = {name: value.to(device) for name, value in tensors.items()}
+        if attention == "varlen":
+            tensors["max_length_q"] = tensors["max_length_k"] = self.max_seqlen
+        else:
+            make = _dense_mask if attention == "sdpa" else _block_mask
+            tensors["attention_mask"] = make(self.segment_ids.to(device))
+        if self.image_processor is not None:
+            pixels = self.image_processor.normalize(self.pixel_values.to(device), dtype)
+            keep = self.image_valid.to(device).view(-1, *[1] * (pixels.dim() - 1))
+            tensors["pixel_values"] = torch.where(keep, pixels, torch.zeros((), dtype=dtype))
+        return _renamed(tensors, rename or {})
+
+    def row_sha256(self) -> tuple[str, ...]:
+        """Return one digest a row: its tokens, labels, positions, segments, images and keys."""
+        index = self.image_index
+        return tuple(
+            self._row_digest(row, (index[:, 0] == row).nonzero().flatten().tolist())
+            for row in range(len(self.keys))
+        )
+
+    def sha256(self) -> str:
+        """Return the digest of the batch: that of its rows' digests in global order."""
+        return step_sha256(dict(zip(self.sequence_ids.tolist(), self.row_sha256(), strict=True)))
+
+    def _row_digest(self, row: int, images: Sequence[int]) -> str:
+        sha = hashlib.sha256()
+        for tensor in (self.input_ids, self.labels, self.position_ids, self.segment_ids):
+            sha.update(_bytes(tensor[row]))
+        sha.update(_bytes(self.image_index[images, 1:]))
+        for image in images:
+            pixels = self.pixel_values[image]
+            sha.update(f"{tuple(pixels.shape)} {bool(self.image_valid[image])}".encode())
+            sha.update(_bytes(pixels))
+        sha.update(json.dumps(self.keys[row]).encode())
+        return sha.hexdigest()
+
+
+def step_sha256(rows: Mapping[int, str]) -> str:
+    """Return the digest of a global step from its rows' digests, keyed by sequence id."""
+    return hashlib.sha256("".join(rows[number] for number in sorted(rows)).encode()).hexdigest()
+
+
+def token_fields(rows: int, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of a batch's token arrays, for its layout."""
+    shape = (rows, length)
+    return {
+        "input_ids": (shape, "int64"),
+        "labels": (shape, "int64"),
+        "position_ids": (shape, "int64"),
+        "segment_ids": (shape, "int32"),
+    }
+
+
+class Assembly:
+    """The token side of a batch, filled by the driver while workers write the pixels.
+
+    Args:
+        sequences: The batch's rows, in order.
+        max_length: L, in tokens.
+        image_shape: Shape of one image's array when there is none to take it from.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[PackedSequence],
+        *,
+        max_length: int,
+        image_shape: tuple[int, ...] = (3, 0, 0),
+    ) -> None:
+        self._sequences = sequences
+        self._length = max_length
+        self.images: list[ImageSlot] = []
+        self.image_index: list[tuple[int, int, int]] = []
+        self._documents: list[tuple[int, int, int]] = []  # for each image: row, start, stop
+        for row, sequence in enumerate(sequences):
+            self._find_images(row, sequence)
+        shape = self.images[0].shape if self.images else image_shape
+        pixels = (len(self.images), *shape)
+        self.layout = Layout(
+            token_fields(len(sequences), max_length) | {"pixel_values": (pixels, "uint8")}
+        )
+
+    def _find_images(self, row: int, sequence: PackedSequence) -> None:
+        at = 0
+        for piece in sequence.pieces:
+            size = piece.stop - piece.start
+            for image in piece.images():
+                self.images.append(image)
+                first = at + image.start - piece.start
+                self.image_index.append((row, first, image.num_tokens))
+                self._documents.append((row, at, at + size))
+            at += size
+
+    def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
+        """Write every token array in full: slabs carry old bytes."""
+        ids, labels = arrays["input_ids"], arrays["labels"]
+        positions, segments = arrays["position_ids"], arrays["segment_ids"]
+        count = np.arange(self._length)
+        boundaries = [0]
+        for row, sequence in enumerate(self._sequences):
+            at = 0
+            for number, piece in enumerate(sequence.pieces, start=1):
+                end = at + piece.stop - piece.start
+                tokens = piece.record.token_ids[piece.start : piece.stop]
+                trained = piece.record.trained[piece.start : piece.stop]
+                ids[row, at:end] = tokens
+                labels[row, at:end] = np.where(trained, tokens, IGNORE)
+                labels[row, at] = IGNORE
+                positions[row, at:end] = count[: end - at]
+                segments[row, at:end] = number
+                boundaries.append(row * self._length + end)
+                at = end
+            ids[row, at:] = pad_id
+            labels[row, at:] = IGNORE
+            positions[row, at:] = count[: self._length - at]
+            segments[row, at:] = 0
+            if at < self._length:
+                boundaries.append((row + 1) * self._length)
+        self.cu_seqlens = np.array(boundaries, dtype=np.int32)
+
+    def finish(self, arrays: Mapping[str, NDArray[Any]], invalid: Sequence[int]) -> None:
+        """Zero the pixels of invalid images and mask the labels of their documents."""
+        for image in invalid:
+            arrays["pixel_values"][image] = 0
+            row, start, stop = self._documents[image]
+            arrays["labels"][row, start:stop] = IGNORE
+
+    def batch(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        *,
+        invalid: Sequence[int],
+        numbers: Sequence[int],
+        keys: tuple[tuple[str, ...], ...],
+        delivered: int,
+        image_processor: ImageProcessor | None,
+    ) -> Batch:
+        """Return the finished batch: views of the arrays and small tensors of its own."""
+        valid = torch.ones(len(self.images), dtype=torch.bool)
+        valid[list(invalid)] = False
+        named = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        index = torch.tensor(self.image_index, dtype=torch.int64).reshape(-1, 3)
+        return Batch(
+            **named,
+            cu_seqlens=torch.from_numpy(self.cu_seqlens),
+            max_seqlen=int(np.diff(self.cu_seqlens).max()),
+            image_index=index,
+            image_valid=valid,
+            sequence_ids=torch.tensor(numbers, dtype=torch.int64),
+            keys=keys,
+            num_valid_tokens=int((arrays["labels"] != IGNORE).sum()),
+            delivered=delivered,
+            image_processor=image_processor,
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return np.ascontiguousarray(tensor.numpy()).data
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Move labels one to the left; no label crosses, since a segment's first one is -100."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def _dense_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    length = segment_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same & causal)[:, None]
+
+
+def _block_mask(segment_ids: torch.Tensor) -> Any:
+    # Imported here because it pulls in sympy: 0.5 s that a first batch should not wait for.
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def same_document(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (segment_ids[batch, query] == segment_ids[batch, key]) & (query >= key)
+
+    rows, length = segment_ids.shape
+    device = str(segment_ids.device)
+    return create_block_mask(same_document, rows, None, length, length, device=device)
+
+
+def _renamed(tensors: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
+    if unknown := sorted(set(rename) - set(tensors)):
+        raise ConfigError(f"rename has no such keys: {unknown}; there are {sorted(tensors)}")
+    return {rename.get(name, name): value for name, value in tensors.items()}

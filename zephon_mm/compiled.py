@@ -1,0 +1,164 @@
+"""From settings to what the engine runs: checks, constants, fingerprint, the engine's config.
+
+Imports: engine, ops, stages, options. Used by: pipeline.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zephon_mm.engine.driver import EngineConfig
+from zephon_mm.engine.lanes import LanePlan
+from zephon_mm.engine.order import Topology
+from zephon_mm.engine.tasks import measure
+from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset
+from zephon_mm.metrics import Metrics
+from zephon_mm.ops.map import name_of
+from zephon_mm.options import Options
+from zephon_mm.protocols import Accumulator, ImageProcessor
+from zephon_mm.records import Record
+from zephon_mm.stages import ShuffleStage, Stages
+
+
+def topology_of(options: Options, batching: tuple[int, int | None]) -> Topology:
+    """Return who materializes what; a step without a global batch size is dp * B sequences."""
+    size, total = batching
+    dp = options.dp_degree
+    return Topology(dp, options.dp_rank, size, dp * size if total is None else total)
+
+
+def validate(stages: Stages, options: Options, topology: Topology, *, finite: bool) -> None:
+    """Check what can be checked without data; warn of settings that cost speed or mixing.
+
+    Raises:
+        ConfigError: A stage is missing.
+    """
+    if stages.packing is None:
+        raise ConfigError("the pipeline has no .pack_flat(max_length=...)")
+    lanes = options.canonical_replicas
+    repeats = measure_factor(lanes, topology)
+    if repeats > 2 and not finite:
+        warnings.warn(
+            f"{topology.dp_degree} ranks on {lanes} lanes measure each sample {repeats:.3g} times "
+            f"over all ranks. It costs less if dp_degree * microbatch_size = {topology.group_size} "
+            "and canonical_replicas divide one another.",
+            stacklevel=4,
+        )
+    for stage in stages.sequences:
+        if isinstance(stage, ShuffleStage) and stage.buffer_size >= options.window_samples:
+            warnings.warn(
+                f"a shuffle buffer of {stage.buffer_size} sequences never fills in a window of "
+                f"{options.window_samples} samples: raise flush_every_k_chunks",
+                stacklevel=4,
+            )
+
+
+def measure_factor(num_lanes: int, topology: Topology) -> float:
+    """Return how often each sample is measured over all ranks, at most, without an index."""
+    size = topology.microbatch_size
+    cycle = num_lanes // math.gcd(num_lanes, topology.group_size)
+    return min(num_lanes, cycle * size) * topology.dp_degree / num_lanes
+
+
+def with_constants(source: Any, stages: Stages) -> Any:
+    """Return the source, with its constants measured on its fixed rows if it needs some."""
+    if not getattr(source, "needs_constants", False):
+        return source
+    if stages.interleave is None:
+        raise ConfigError("estimating tokens needs .interleave or .tokenize")
+    context = stages.context(source.datasets)
+
+    def count_tokens(dataset: int, rows: list[tuple[int, int]]) -> list[int | None]:
+        measured = measure(context, [(dataset, shard, row) for shard, row in rows])
+        return [item.num_tokens if isinstance(item, Record) else None for item in measured]
+
+    return source.with_constants(source.estimate(count_tokens))
+
+
+def fingerprint(
+    source: Any, stages: Stages, options: Options, global_batch_size: int | None
+) -> dict[str, Any]:
+    """Return all that decides the batches, JSON-serialisable."""
+    schemas = [
+        [d.schema if isinstance(d.schema, str | None) else name_of(d.schema), d.missing]
+        for d in source.datasets
+    ]
+    return {
+        "source": source.fingerprint(),
+        "schemas": schemas,
+        **stages.fingerprint(),
+        "lanes": options.canonical_replicas,
+        "chunk_size": options.chunk_size,
+        "flush_every_k_chunks": options.flush_every_k_chunks,
+        "global_batch_size": global_batch_size,
+    }
+
+
+def compile_engine(
+    source: Any,
+    stages: Stages,
+    options: Options,
+    topology: Topology,
+    *,
+    finite: bool,
+    metrics: Metrics,
+) -> EngineConfig:
+    """Return what the driver runs."""
+    assert stages.packing is not None
+    assert stages.interleave is not None
+    context = stages.context(source.datasets)
+    total = sum(len(dataset) for dataset in context.datasets)
+    plan = LanePlan(
+        source=source,
+        accumulators=_Accumulators(stages, metrics, context.datasets),
+        chunk_size=options.chunk_size,
+        chunks_per_window=options.flush_every_k_chunks,
+        max_error_rate=options.max_error_rate,
+        barren_records=total // options.canonical_replicas + options.window_samples,
+        task_rows=options.task_rows,
+    )
+    return EngineConfig(
+        plan=plan,
+        context=context,
+        num_lanes=options.canonical_replicas,
+        topology=topology,
+        finite=finite,
+        max_length=stages.packing.max_length,
+        pad_id=stages.interleave.tokenizer.pad_id,
+        runner=options.runner,
+        workers=options.workers,
+        prefetch_batches=options.prefetch_batches,
+        memory_budget_bytes=options.memory_budget_bytes,
+        task_images=options.task_images,
+        task_timeout_s=options.task_timeout_s,
+        measure_parallelism=stages.parallelism,
+        image_shape=_image_shape(context.image_processor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Accumulators:
+    """Makes the accumulators of a window; names and counts what they drop."""
+
+    stages: Stages
+    metrics: Metrics
+    datasets: Sequence[Dataset]
+
+    def __call__(self, lane: int, window: int) -> Sequence[Accumulator[Any, Any]]:
+        return self.stages.accumulators(lane, window, self._report)
+
+    def _report(self, reason: str, record: Record) -> None:
+        dataset, shard, row = record.ref
+        name = self.datasets[dataset].row_name(shard, row)
+        self.metrics.skip(
+            reason, f"{name}: {record.num_tokens} tokens, {len(record.images)} images"
+        )
+
+
+def _image_shape(processor: ImageProcessor | None) -> tuple[int, ...]:
+    """Return the shape of the pixels of a batch without images."""
+    height_width = getattr(processor, "height_width", (0, 0))
+    return (3, *height_width)

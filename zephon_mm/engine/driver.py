@@ -1,0 +1,309 @@
+"""The driver: plans, leases memory, submits decoding, and hands over batches in order.
+
+One background thread does steps 1, 3 and 4 and the bookkeeping; the consumer's `next()` only waits.
+The thread sleeps on one queue of events, and everything that may concern it puts one there: a
+finished measuring, a batch that the consumer took, a slab that came back, a request for a
+checkpoint, closing. `SimpleQueue.put` takes no lock that a finalizer could find held.
+
+Invariants:
+    1. Batches are delivered in the order in which they were planned; an error takes its place
+       behind the batches before it.
+    2. A batch leases its slab before its first task is submitted, and a slab is leased for the
+       oldest undelivered batch first, so waiting for memory cannot deadlock: if nothing is in
+       flight, the consumer holds every slab, and the batch comes in ordinary memory.
+    3. Every image region is written by its task, or zeroed before delivery.
+
+Imports: engine.planner, engine.tasks, engine.schedule, batch, shm, runners. Used by: pipeline.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zephon_mm.batch import Assembly, Batch
+from zephon_mm.engine.lanes import Cursor, LanePlan
+from zephon_mm.engine.order import Topology
+from zephon_mm.engine.pending import Arrays, Pending, image_jobs, sequence_keys, take_results
+from zephon_mm.engine.planner import Group, Planner, Position, Start
+from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.engine.tasks import Context, materialize, measure, poisoned_image
+from zephon_mm.errors import DataQualityError
+from zephon_mm.metrics import Metrics
+from zephon_mm.runners import make_runner
+from zephon_mm.shm.arena import Arena
+
+logger = logging.getLogger("zephon_mm")
+
+JUDGED_IMAGES = 1_000
+"""Images that a rank sees before `max_error_rate` is applied to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All that a driver needs.
+
+    `prefetch_batches` batches may be planned and not delivered; `task_images` images are decoded by
+    one task; `measure_parallelism` bounds how many workers measure at once.
+    """
+
+    plan: LanePlan
+    context: Context
+    num_lanes: int
+    topology: Topology
+    finite: bool
+    max_length: int
+    pad_id: int
+    runner: str
+    workers: int
+    prefetch_batches: int
+    memory_budget_bytes: int
+    task_images: int
+    task_timeout_s: float
+    measure_parallelism: int | None
+    image_shape: tuple[int, ...]
+
+
+class _ClosedError(Exception):
+    """The driver was asked to stop."""
+
+
+class _Close:
+    """The event that asks for it."""
+
+
+@dataclass(slots=True)
+class _CursorRequest:
+    at: Position
+    answer: "Future[dict[int, Cursor]]"
+
+
+class Driver:
+    """Runs one rank's pipeline from a start position. Made by `Pipeline`, closed by `close`."""
+
+    def __init__(self, config: EngineConfig, start: Start, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._ready: SimpleQueue[Pending | BaseException | None] = SimpleQueue()
+        self._planned = self._taken = 0
+        self._images_seen = self._images_bad = 0
+        self._closed = False
+        self._warned = False
+        self._arena = Arena(config.memory_budget_bytes, on_release=self._wake)
+        self._runner = make_runner(
+            config.runner,
+            replace(config.context, arena=self._arena),
+            workers=config.workers,
+            fds=(self._arena.fd,),
+            task_timeout_s=config.task_timeout_s,
+        )
+        self._queue = TaskQueue(self._runner)
+        if config.measure_parallelism is not None:
+            self._queue.limit(measure, config.measure_parallelism)
+        self._planner = Planner(
+            config.plan,
+            num_lanes=config.num_lanes,
+            topology=config.topology,
+            start=start,
+            finite=config.finite,
+            queue=self._queue,
+            wait=self._wait_for,
+            metrics=metrics,
+        )
+        self._thread = threading.Thread(target=self._run, name="zephon_mm driver", daemon=True)
+        self._thread.start()
+
+    def next(self) -> tuple[Batch, Position] | None:
+        """Wait for the next batch; None when a finite run has ended.
+
+        Raises:
+            DataQualityError: More images are defective than `max_error_rate` allows.
+            Exception: What stopped the driver or a worker, with its traceback.
+        """
+        began = time.perf_counter()
+        item = self._ready.get()
+        if not isinstance(item, Pending):
+            self._ready.put(item)  # the end, or the error, stays for whoever asks again
+            if item is None:
+                return None
+            raise item
+        item.ready.wait()
+        self._metrics.add("wait_s", time.perf_counter() - began)
+        if item.error is not None:
+            self._ready = SimpleQueue()
+            self._ready.put(item.error)
+            raise item.error
+        self._taken += 1
+        self._wake()
+        self._judge(item)
+        assert item.batch is not None
+        batch, item.batch = item.batch, None
+        return batch, item.group.after
+
+    def cursors(self, at: Position) -> dict[int, Cursor]:
+        """Return the cursors of the lanes that this rank plans, at a delivered position."""
+        request = _CursorRequest(at, Future())
+        self._events.put(request)
+        return request.answer.result()
+
+    def stats(self) -> dict[str, float]:
+        """Return queue depths, memory and the runner's counters, as of now."""
+        return {
+            "batches_ahead": self._planned - self._taken,
+            "tasks_queued": self._queue.depth,
+            **self._runner.stats(),
+        }
+
+    def close(self) -> None:
+        """Stop the thread and the workers. Batches that were delivered stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        self._events.put(_Close())
+        self._queue.close()
+        self._runner.shutdown(wait=True, cancel_futures=True)
+        self._thread.join()
+        self._ready.put(RuntimeError("the pipeline was closed"))
+        self._arena.close()
+
+    # The driver's thread.
+
+    def _run(self) -> None:
+        try:
+            for group in self._planner.groups():
+                self._ready.put(self._submit(group))
+                self._planned += 1
+                self._wait_until(self._has_room, "consumer")
+            self._ready.put(None)
+        except (_ClosedError, CancelledError):
+            return
+        except BaseException as error:  # noqa: BLE001  delivered to the consumer, who raises it
+            self._ready.put(error)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Answer requests after the last batch was planned, until closed."""
+        try:
+            self._wait_until(lambda: False, "consumer")
+        except (_ClosedError, CancelledError):
+            return
+
+    def _has_room(self) -> bool:
+        return self._planned - self._taken < self._config.prefetch_batches
+
+    def _wake(self) -> None:
+        self._events.put(None)
+
+    def _wait_for(self, future: "Future[Any]") -> None:
+        future.add_done_callback(lambda _: self._wake())
+        self._wait_until(future.done, "measure")
+
+    def _wait_until(self, condition: Callable[[], bool], why: str) -> None:
+        began = time.perf_counter()
+        while not condition():
+            self._handle(self._events.get())
+        self._metrics.add(f"driver_wait_{why}_s", time.perf_counter() - began)
+
+    def _handle(self, event: object) -> None:
+        if self._closed or isinstance(event, _Close):
+            raise _ClosedError
+        if isinstance(event, _CursorRequest):
+            try:
+                event.answer.set_result(self._planner.cursors(event.at))
+            except BaseException as error:
+                event.answer.set_exception(error)
+                raise
+
+    def _submit(self, group: Group) -> Pending:
+        """Lease a slab, submit the decoding, fill the tokens meanwhile."""
+        config = self._config
+        assembly = Assembly(
+            group.sequences, max_length=config.max_length, image_shape=config.image_shape
+        )
+        slab, base = self._slab(assembly.layout.num_bytes)
+        arrays = assembly.layout.views(slab)
+        jobs = image_jobs(assembly, group.sequences, base)
+        starts = range(0, len(jobs), config.task_images)
+        pending = Pending(group, assembly, len(starts))
+
+        def finish(done: Pending) -> Batch:
+            return self._finish(done, arrays)
+
+        for first in starts:
+            future = self._queue.submit(
+                (self._planned, 0),
+                materialize,
+                jobs[first : first + config.task_images],
+                poisoned_image,
+            )
+            future.add_done_callback(partial(take_results, pending, arrays, first, finish))
+        assembly.fill_tokens(arrays, pad_id=config.pad_id)
+        pending.ended(finish, None)
+        return pending
+
+    def _slab(self, num_bytes: int) -> tuple[NDArray[np.uint8], int]:
+        """Lease shared memory, waiting for some; or take ordinary memory (base -1)."""
+        slab = self._arena.lease(num_bytes)
+        began = time.perf_counter()
+        while slab is None and self._planned > self._taken:
+            self._handle(self._events.get())
+            slab = self._arena.lease(num_bytes)
+        self._metrics.add("driver_wait_memory_s", time.perf_counter() - began)
+        if slab is not None:
+            return slab, self._arena.offset_of(slab)
+        self._metrics.add("batches_in_ordinary_memory")
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "every slab of shared memory is in batches that the training loop still holds; "
+                "further batches come in ordinary memory, which is slower. Drop batches after "
+                "use, or raise options(memory_budget_bytes=%d).",
+                self._config.memory_budget_bytes,
+            )
+        return np.zeros(num_bytes, dtype=np.uint8), -1
+
+    # Called by whoever ends a batch's last task.
+
+    def _finish(self, pending: Pending, arrays: Arrays) -> Batch:
+        group, assembly, datasets = pending.group, pending.assembly, self._config.context.datasets
+        for failure in pending.failures.values():
+            self._metrics.skip(failure.reason, failure.message)
+        invalid = sorted(pending.failures)
+        assembly.finish(arrays, invalid)
+        batch = assembly.batch(
+            arrays,
+            invalid=invalid,
+            numbers=group.numbers,
+            keys=tuple(sequence_keys(datasets, sequence) for sequence in group.sequences),
+            delivered=group.after.delivered,
+            image_processor=self._config.context.image_processor,
+        )
+        self._metrics.add("batches")
+        self._metrics.add("sequences", len(group.sequences))
+        self._metrics.add("tokens", sum(s.num_tokens for s in group.sequences))
+        self._metrics.add("images", len(assembly.images))
+        self._metrics.add("documents", sum(len(s.pieces) for s in group.sequences))
+        return batch
+
+    def _judge(self, item: Pending) -> None:
+        """Stop when too many images were defective, counted in the order of delivery."""
+        self._images_seen += len(item.assembly.images)
+        self._images_bad += len(item.failures)
+        rate = self._config.plan.max_error_rate
+        judged = rate == 0 or self._images_seen >= JUDGED_IMAGES
+        if item.failures and judged and self._images_bad > rate * self._images_seen:
+            last = item.failures[max(item.failures)]
+            raise DataQualityError(
+                f"{self._images_bad} of the first {self._images_seen} images are defective, "
+                f"max_error_rate is {rate}. The last one: {last.message} [{last.reason}]. Repair "
+                "the data, or raise max_error_rate."
+            )

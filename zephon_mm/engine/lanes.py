@@ -1,0 +1,239 @@
+"""A lane: one fixed logical stream of sequences, planned window by window.
+
+A window is `chunks_per_window` chunks between two flush sentinels. It starts with newly made
+accumulators, so a lane can be rebuilt at any window from the source's state there, and its
+sequences depend on nothing that came before. Measuring runs ahead in the workers; its results are
+taken in the order in which they were submitted.
+
+Laws (tests/engine/test_lanes.py):
+    1. The sequences are a function of (source, operators, lane number) alone.
+    2. A lane built at `cursor(k)` gives sequence k, k + 1, ... of the same lane.
+    3. `cursor(k)` is a function of k: two ranks that planned a lane differently far agree.
+
+Imports: records, protocols, errors, metrics, engine.schedule. Used by: engine.planner.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zephon_mm.errors import DataQualityError
+from zephon_mm.metrics import Metrics, skips
+from zephon_mm.protocols import Accumulator, WorkSource
+from zephon_mm.records import Record, Skip, State
+from zephon_mm.records import Sequence as PackedSequence
+
+KEPT_WINDOWS = 64
+"""Starts of past windows that a lane remembers, for checkpoints of batches delivered earlier."""
+
+FIRST_SEEN = 1_000
+"""`max_error_rate` allows its share of at least this many samples, so that one early defect
+does not stop a run."""
+
+
+class Cursor(NamedTuple):
+    """A position in a lane: a window, the source's state at its start, sequences into it."""
+
+    window: int
+    state: State
+    offset: int
+
+
+class _WindowEnd(NamedTuple):
+    """The flush sentinel."""
+
+
+class _WindowStart(NamedTuple):
+    number: int
+    state: State
+    first: int  # index in the lane of the window's first sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """What all lanes of a pipeline have in common.
+
+    `accumulators(lane, window)` makes the operators of one window. `max_error_rate` is the share of
+    defective samples that is tolerated, 0 for none. `barren_records` is how many samples in a row
+    may give no sequence before that is an error.
+    """
+
+    source: WorkSource
+    accumulators: Callable[[int, int], Sequence[Accumulator[Any, Any]]]
+    chunk_size: int
+    chunks_per_window: int
+    max_error_rate: float
+    barren_records: int
+    task_rows: int = 32
+
+
+Measure = Callable[[int, Any], "Future[list[Record | Skip]]"]
+"""(lane, refs) -> future of their records: how a lane asks for measuring."""
+
+
+class Lane:
+    """Plans one lane. Not thread-safe: it belongs to the driver.
+
+    Args:
+        number: The lane, in [0, L).
+        plan: What the lanes have in common.
+        measure: Submits refs to be measured.
+        cursor: Where to start; None for the lane's beginning.
+        num_lanes: L.
+        first: Index in the lane of the sequence at `cursor`.
+        metrics: Where skips are counted.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        plan: LanePlan,
+        measure: Measure,
+        cursor: Cursor | None,
+        num_lanes: int,
+        first: int,
+        metrics: Metrics,
+    ) -> None:
+        self.number = number
+        self._plan = plan
+        self._measure = measure
+        self._metrics = metrics
+        window, state, offset = cursor or Cursor(0, plan.source.start(number, num_lanes), 0)
+        self._state = state
+        self._drawn = 0  # chunks drawn of the window that is being read ahead
+        self._source_ended = False
+        self._queue: deque[Future[list[Record | Skip]] | _WindowEnd] = deque()
+        self._tasks = 0  # futures in the queue
+        self._next_states: deque[State] = deque()
+        self.emitted = first - offset
+        self._keep_from = first
+        self._outputs: deque[PackedSequence] = deque()
+        self._seen = self._defects = self._barren = 0
+        self._windows: deque[_WindowStart] = deque(maxlen=KEPT_WINDOWS)
+        self._begin_window(window, state)
+
+    @property
+    def exhausted(self) -> bool:
+        """True when a finite lane has planned its last sequence."""
+        return self._source_ended and not self._queue
+
+    @property
+    def head(self) -> "Future[list[Record | Skip]] | None":
+        """The oldest measuring that `step` would wait for; None when it would not."""
+        head = self._queue[0] if self._queue else None
+        return head if isinstance(head, Future) else None
+
+    def fill(self, tasks_ahead: int) -> None:
+        """Submit measuring until `tasks_ahead` tasks are under way or the lane has ended."""
+        while self._tasks < tasks_ahead and not self._source_ended:
+            self._draw()
+
+    def step(self) -> None:
+        """Take the oldest measured records, or the flush sentinel, through the accumulators."""
+        head = self._queue.popleft()
+        if isinstance(head, _WindowEnd):
+            self._emit(_flush(self._accumulators))
+            self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
+            return
+        self._tasks -= 1
+        for item in head.result():
+            self._seen += 1
+            self._barren += 1
+            if isinstance(item, Skip):
+                self._count_skip(item)
+            else:
+                self._emit(_push(self._accumulators, item))
+        if self._barren > self._plan.barren_records:
+            raise DataQualityError(
+                f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
+                f"gave no sequence. Skipped so far: {skips(self._metrics.snapshot())}. Check the "
+                "schema, the filters and max_length."
+            )
+
+    def take(self, index: int) -> PackedSequence | None:
+        """Return sequence `index` of the lane if it is planned; forget those before it."""
+        self.forget(index)
+        if index < self.emitted:
+            self._keep_from = index + 1
+            return self._outputs.popleft()
+        return None
+
+    def forget(self, index: int) -> None:
+        """Drop sequences before `index`: other ranks deliver those."""
+        while self._outputs and self._keep_from < index:
+            self._outputs.popleft()
+            self._keep_from += 1
+        self._keep_from = max(self._keep_from, index)
+
+    def cursor(self, index: int) -> Cursor | None:
+        """Return the cursor of sequence `index`; None until it is planned, or the lane ended.
+
+        The end of a window is written as the next window that gives a sequence, offset 0.
+        """
+        if index >= self.emitted and not self.exhausted:
+            return None
+        for start in reversed(self._windows):
+            if start.first <= index:
+                return Cursor(start.number, start.state, index - start.first)
+        raise ValueError(f"lane {self.number} no longer remembers sequence {index}")
+
+    def _draw(self) -> None:
+        chunk, self._state = self._plan.source.next(self._state, self._plan.chunk_size)
+        if chunk is None:
+            self._source_ended = True
+            self._queue.append(_WindowEnd())
+            self._next_states.append(self._state)
+            return
+        for at in range(0, len(chunk.refs), self._plan.task_rows):
+            refs = chunk.refs[at : at + self._plan.task_rows]
+            self._queue.append(self._measure(self.number, refs))
+            self._tasks += 1
+        self._drawn += 1
+        if self._drawn == self._plan.chunks_per_window:
+            self._queue.append(_WindowEnd())
+            self._next_states.append(self._state)
+            self._drawn = 0
+
+    def _begin_window(self, number: int, state: State) -> None:
+        self._accumulators = self._plan.accumulators(self.number, number)
+        self._windows.append(_WindowStart(number, state, self.emitted))
+
+    def _emit(self, sequences: Iterable[PackedSequence]) -> None:
+        for sequence in sequences:
+            if self.emitted >= self._keep_from:
+                self._outputs.append(sequence)
+            self.emitted += 1
+            self._barren = 0
+
+    def _count_skip(self, skip: Skip) -> None:
+        if not skip.defect:
+            self._metrics.add(f"skipped.{skip.reason}")
+            return
+        self._metrics.skip(skip.reason, skip.message)
+        self._defects += 1
+        allowed = self._plan.max_error_rate * max(self._seen, FIRST_SEEN)
+        if self._plan.max_error_rate == 0 or self._defects > allowed:
+            raise DataQualityError(
+                f"{self._defects} of the first {self._seen} samples of lane {self.number} are "
+                f"defective, max_error_rate is {self._plan.max_error_rate}. The last one: "
+                f"{skip.message} [{skip.reason}]. Repair the data, or raise max_error_rate."
+            )
+
+
+def _push(accumulators: Sequence[Accumulator[Any, Any]], item: Any) -> Iterable[Any]:
+    items: Iterable[Any] = (item,)
+    for accumulator in accumulators:
+        items = [out for one in items for out in accumulator.push(one)]
+        if not items:
+            break
+    return items
+
+
+def _flush(accumulators: Sequence[Accumulator[Any, Any]]) -> Iterable[Any]:
+    """Flush operators from the first to the last, each into those after it."""
+    for position, accumulator in enumerate(accumulators):
+        for item in accumulator.flush():
+            yield from _push(accumulators[position + 1 :], item)

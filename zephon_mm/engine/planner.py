@@ -1,0 +1,247 @@
+"""Steps 1 to 3 for one rank: lanes in, the rank's packed sequences out, in global order.
+
+An endless source is planned in the lanes that this rank needs. A finite one is planned in all lanes
+everywhere, one whole step ahead, because which lanes have ended decides the order of what follows;
+so every rank stops at the same step without talking.
+
+Imports: engine.lanes, engine.order, records. Used by: engine.driver, pipeline.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zephon_mm.engine.lanes import Cursor, Lane, LanePlan
+from zephon_mm.engine.order import Round, Topology, delivered_of_lane
+from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.engine.tasks import measure, poisoned_sample
+from zephon_mm.errors import CheckpointError
+from zephon_mm.metrics import Metrics
+from zephon_mm.records import Sequence as PackedSequence
+
+Wait = Callable[["Future[Any]"], None]
+"""Blocks until a future is done; the driver serves other requests meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where planning begins: globally delivered sequences, and a cursor for lanes that began.
+
+    `next_lane` is whose turn it is, in a finite run.
+    """
+
+    delivered: int = 0
+    cursors: Mapping[int, Cursor] | None = None
+    next_lane: int = 0
+
+
+class Position(NamedTuple):
+    """The state of the global order after `delivered` sequences.
+
+    `counts` holds, in a finite run, how many sequences each lane has given since the start.
+    """
+
+    delivered: int
+    next_lane: int
+    counts: tuple[int, ...] | None
+
+
+class Group(NamedTuple):
+    """What this rank delivers next: its rows, their global numbers, the position afterwards."""
+
+    sequences: list[PackedSequence]
+    numbers: list[int]
+    after: Position
+
+
+class Planner:
+    """Plans this rank's batches. Not thread-safe: it belongs to the driver.
+
+    Args:
+        plan: What all lanes have in common.
+        num_lanes: L.
+        topology: Who materializes what.
+        start: Where to begin.
+        finite: Whether lanes may end.
+        queue: Where measuring is submitted.
+        wait: How to wait for measuring.
+        metrics: Where skips are counted.
+    """
+
+    def __init__(
+        self,
+        plan: LanePlan,
+        *,
+        num_lanes: int,
+        topology: Topology,
+        start: Start,
+        finite: bool,
+        queue: TaskQueue,
+        wait: Wait,
+        metrics: Metrics,
+    ) -> None:
+        self.num_lanes = num_lanes
+        self._plan = plan
+        self._topology = topology
+        self._start = start
+        self._finite = finite
+        self._queue = queue
+        self._wait = wait
+        self._metrics = metrics
+        self._lanes: dict[int, Lane] = {}
+        self._due = 0  # batches planned so far: measuring for an earlier batch goes first
+        self._tasks_ahead = max(2, -(-2 * queue.slots // self._num_needed()))
+
+    def groups(self) -> Iterator[Group]:
+        """Yield this rank's batches until the data ends; endless if the source is."""
+        groups = self._finite_groups() if self._finite else self._endless_groups()
+        for group in groups:
+            self._due += 1
+            yield group
+
+    def cursors(self, at: Position) -> dict[int, Cursor]:
+        """Return the cursors that this rank knows at a position, planning on where it must.
+
+        A lane that gave nothing since the start keeps the cursor that it started with, whoever
+        plans it; one that had none is at its beginning and is left out.
+        """
+        started = self._start.cursors or {}
+        found = {}
+        for number in range(self.num_lanes):
+            index = self._index(at, number)
+            lane = self._lanes.get(number)
+            if index == self._first(number):
+                if number in started:
+                    found[number] = started[number]
+            elif lane is not None:
+                while (cursor := lane.cursor(index)) is None:
+                    self._advance(lane)
+                found[number] = cursor
+        return found
+
+    def _endless_groups(self) -> Iterator[Group]:
+        delivered = self._start.delivered
+        group_size = self._topology.group_size
+        for number in self._needed(delivered):
+            self._lane(number).fill(self._tasks_ahead)
+        while True:
+            numbers = list(self._topology.numbers(delivered))
+            sequences = [
+                self._sequence(number % self.num_lanes, number // self.num_lanes)
+                for number in numbers
+            ]
+            delivered += group_size
+            after = Position(delivered, delivered % self.num_lanes, None)
+            yield Group(sequences, numbers, after)
+
+    def _finite_groups(self) -> Iterator[Group]:
+        turn = Round(self.num_lanes, next_lane=self._start.next_lane)
+        counts = [0] * self.num_lanes
+        turns = turn.turns()
+        for lane in range(self.num_lanes):
+            self._lane(lane).fill(self._tasks_ahead)
+        delivered = self._start.delivered
+        step_size = self._topology.global_batch_size
+        group_size = self._topology.group_size
+        while True:
+            left = step_size - delivered % step_size
+            step: list[PackedSequence] = []
+            positions = []
+            for lane in turns:
+                sequence = self._planned(self._lane(lane), counts[lane])
+                if sequence is None:
+                    turn.end(lane)
+                    continue
+                step.append(sequence)
+                counts[lane] += 1
+                if len(step) % group_size == 0:
+                    at = delivered + len(step)
+                    positions.append(Position(at, turn.next_lane, tuple(counts)))
+                if len(step) == left:
+                    break
+            if len(step) < left:
+                self._metrics.add("leftover_sequences", len(step))
+                return
+            for after in positions:
+                numbers = self._topology.numbers(after.delivered - group_size)
+                rows = [step[number - delivered] for number in numbers]
+                yield Group(rows, list(numbers), after)
+            delivered += left
+
+    def _sequence(self, lane: int, index: int) -> PackedSequence:
+        sequence = self._planned(self._lane(lane), index)
+        if sequence is None:
+            raise RuntimeError(
+                f"lane {lane} ended, but the source says that it is endless; a source that can "
+                "end must have finite = True"
+            )
+        return sequence
+
+    def _planned(self, lane: Lane, index: int) -> PackedSequence | None:
+        """Return sequence `index` of a lane, planning as far as needed; None at its end."""
+        while (sequence := lane.take(index)) is None and not lane.exhausted:
+            self._advance(lane)
+        lane.fill(self._tasks_ahead)
+        return sequence
+
+    def _advance(self, lane: Lane) -> None:
+        lane.fill(self._tasks_ahead)
+        head = lane.head
+        if head is not None and not head.done():
+            self._wait(head)
+            return  # a request served meanwhile may have taken the lane further
+        if not lane.exhausted:
+            lane.step()
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = self._new_lane(number)
+        return lane
+
+    def _new_lane(self, number: int) -> Lane:
+        first = self._first(number)
+        cursor = (self._start.cursors or {}).get(number)
+        if cursor is None and first > 0:
+            raise CheckpointError(
+                f"the state has no cursor for lane {number}, which {first} sequences of were "
+                "delivered: it is a part of one rank. Merge the parts of all ranks with "
+                "zephon_mm.checkpoint.merge_checkpoints, or take it with checkpoint(group=...)."
+            )
+        return Lane(
+            number,
+            plan=self._plan,
+            measure=self._measure,
+            cursor=cursor,
+            num_lanes=self.num_lanes,
+            first=first,
+            metrics=self._metrics,
+        )
+
+    def _measure(self, lane: int, refs: Any) -> "Future[Any]":
+        # Materializing a batch has priority (its number, 0): what is due sooner goes first.
+        return self._queue.submit((self._due, 1, lane), measure, refs, poisoned_sample)
+
+    def _first(self, lane: int) -> int:
+        """Return the index of a lane's first owed sequence; a finite run counts from its start."""
+        delivered = self._start.delivered
+        return 0 if self._finite else delivered_of_lane(delivered, lane, self.num_lanes)
+
+    def _index(self, at: Position, lane: int) -> int:
+        if at.counts is not None:
+            return at.counts[lane]
+        if self._finite:
+            return 0  # nothing has been delivered since the start
+        return delivered_of_lane(at.delivered, lane, self.num_lanes)
+
+    def _needed(self, delivered: int) -> Sequence[int]:
+        """Return the lanes of this rank in the order in which it meets them."""
+        numbers: dict[int, None] = {}
+        for step in range(self.num_lanes):
+            for number in self._topology.numbers(delivered + step * self._topology.group_size):
+                numbers.setdefault(number % self.num_lanes)
+        return list(numbers)
+
+    def _num_needed(self) -> int:
+        return self.num_lanes if self._finite else len(self._needed(self._start.delivered))

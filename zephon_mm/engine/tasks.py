@@ -1,0 +1,174 @@
+"""The two worker functions: measure samples, materialize images. Stateless; errors are values.
+
+What a task returns is a list as long as its items, so that the scheduler may run any of them alone.
+A defect of the data becomes a `Skip` or a `Failure`. A fault of the environment (OSError) is tried
+again here, then raised with the sample's name: it never becomes a result.
+
+Imports: io, ops, processors.documents, records. Used by: engine.planner, engine.driver.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zephon_mm.errors import SampleError
+from zephon_mm.io import Dataset, read_blob
+from zephon_mm.ops.interleave import Interleave
+from zephon_mm.ops.map import DocumentOp
+from zephon_mm.ops.tokenize import Tokenize
+from zephon_mm.processors.documents import to_document
+from zephon_mm.protocols import ImageProcessor, Sample
+from zephon_mm.records import Blob, Document, Record, SampleRef, Skip
+from zephon_mm.shm.arena import Arena
+
+RETRY_DELAYS_S = (0.05, 0.5, 2.0)
+"""Waits between tries after an OSError: long enough for a hiccup of a network file system."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that a worker needs, sent to it once.
+
+    `sample_to_document`, when set, replaces the dataset's schema.
+    """
+
+    datasets: tuple[Dataset, ...]
+    operators: tuple[DocumentOp, ...]
+    interleave: Interleave | Tokenize
+    image_processor: ImageProcessor | None = None
+    sample_to_document: Callable[[Sample], Document] | None = None
+    arena: Arena | None = None
+
+
+class ImageJob(NamedTuple):
+    """One image to write at `offset` of the arena; -1: return the array instead."""
+
+    ref: SampleRef
+    blob: Blob
+    offset: int
+    shape: tuple[int, ...]
+
+
+class Failure(NamedTuple):
+    """An image that could not be decoded, and why."""
+
+    reason: str
+    message: str
+
+
+def measure(context: Context, refs: Iterable[Sequence[int]]) -> list[Record | Skip]:
+    """Turn sample references into records, or into the reasons why they give none.
+
+    Args:
+        context: The worker's context.
+        refs: (n, 3) integers with the columns of `SampleRef`.
+    """
+    wanted = [SampleRef(int(d), int(s), int(r)) for d, s, r in refs]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for position, ref in enumerate(wanted):
+        groups.setdefault((ref.dataset, ref.shard), []).append(position)
+    results: dict[int, Record | Skip] = {}
+    for (number, shard), positions in groups.items():
+        dataset = context.datasets[number]
+        rows = [wanted[position].row for position in positions]
+        read = partial(dataset.reader.read, shard, rows)
+        samples = _persistently(read, dataset.row_name(shard, rows[0]))
+        for position, sample in zip(positions, samples, strict=True):
+            results[position] = _record(context, wanted[position], sample)
+    return [results[position] for position in range(len(wanted))]
+
+
+def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> Record | Skip:
+    dataset = context.datasets[ref.dataset]
+    name = dataset.row_name(ref.shard, ref.row)
+    try:
+        document = _document(context, dataset, sample)
+        if document is None:
+            return Skip(ref, "filtered", f"{name}: dropped by the user", False)
+
+        def read(blob: Blob, size: int) -> bytes:
+            return _persistently(partial(read_blob, dataset, blob, size), name)
+
+        return context.interleave.measure(ref, document, read)
+    except SampleError as error:
+        return Skip(ref, error.reason, f"{name}: {error.message}", True)
+    except Exception as error:
+        error.add_note(f"while measuring sample {name}")
+        raise
+
+
+def _document(context: Context, dataset: Dataset, sample: Sample | SampleError) -> Document | None:
+    if isinstance(sample, SampleError):
+        raise sample
+    document: Document | None
+    if context.sample_to_document is not None:
+        document = context.sample_to_document(sample)
+    else:
+        document = to_document(sample, dataset.schema, dataset.missing)
+    for operator in context.operators:
+        if document is None:
+            break
+        document = operator.apply(document)
+    return document
+
+
+def materialize(
+    context: Context, jobs: Sequence[ImageJob]
+) -> list[Failure | NDArray[np.uint8] | None]:
+    """Write images into the arena; None for each that is there, or a failure.
+
+    With `offset` -1 the image's array is returned, for memory that the worker cannot reach.
+    """
+    return [_materialize(context, job) for job in jobs]
+
+
+def _materialize(context: Context, job: ImageJob) -> Failure | NDArray[np.uint8] | None:
+    dataset = context.datasets[job.ref.dataset]
+    name = dataset.row_name(job.ref.shard, job.ref.row)
+    assert context.image_processor is not None
+    try:
+        encoded = _persistently(partial(read_blob, dataset, job.blob), name)
+        if job.offset < 0 or context.arena is None:
+            out = np.empty(job.shape, dtype=np.uint8)
+            context.image_processor.write(encoded, out)
+            return out
+        size = int(np.prod(job.shape))
+        out = context.arena.view(job.offset, size).reshape(job.shape)
+        context.image_processor.write(encoded, out)
+    except SampleError as error:
+        return Failure(error.reason, f"{name}: {error.message}")
+    except Exception as error:
+        error.add_note(f"while decoding an image of sample {name}")
+        raise
+    return None
+
+
+def _persistently(action: Callable[[], T], name: str) -> T:
+    """Call an action that reads; after an OSError wait and try again, then name the sample."""
+    for delay_s in RETRY_DELAYS_S:
+        try:
+            return action()
+        except OSError:
+            time.sleep(delay_s)
+    try:
+        return action()
+    except OSError as error:
+        error.add_note(f"while reading sample {name}, after {len(RETRY_DELAYS_S) + 1} tries")
+        raise
+
+
+def poisoned_sample(ref: Sequence[int], error: Any) -> Skip:
+    """What `measure` answers for a sample that crashed its worker twice, alone."""
+    return Skip(SampleRef(*map(int, ref)), "crashed_worker", str(error), True)
+
+
+def poisoned_image(job: ImageJob, error: Any) -> Failure:
+    """What `materialize` answers for an image that crashed its worker twice, alone."""
+    return Failure("crashed_worker", f"{tuple(job.ref)}: {error}")

@@ -1,0 +1,330 @@
+"""Datasets by name and place: format detection, the registry of readers, the bytes of blobs.
+
+Laws (tests/test_io.py):
+    1. A format is recognised by content. None, or more than one, is an error that lists them.
+    2. This module knows no format: readers are entry points of the group `zephon_mm.readers`. A
+       reader class is called as `cls(path, *, cache_dir, progress, **options)` and has a class
+       method `detect(path) -> bool`.
+    3. `read_blob` gives the blob's bytes or an error, never fewer bytes.
+
+Imports: errors, protocols, records. Used by: work, engine, cli.
+"""
+
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from zephon_mm.errors import ConfigError, DatasetError
+from zephon_mm.protocols import Reader
+from zephon_mm.records import Blob, RowBlob, ShardInfo
+
+PathLike = str | os.PathLike[str]
+Missing = Literal["skip", "error", "keep"]
+Schema = str | Callable[..., Any] | None
+
+_GROUP = "zephon_mm.readers"
+_OPEN_FILES = 64
+
+
+class Dataset:
+    """A named collection of shards in one format.
+
+    Args:
+        name: Used in mixtures, keys and messages; not empty, without "/".
+        reader: Gives its rows.
+        schema: How rows become documents; applied by the measure stage.
+        missing: What the measure stage does with rows that lack a field.
+        path: Where it came from, for messages.
+        fmt: Name of the format, for messages.
+
+    Raises:
+        ConfigError: A bad name or `missing`.
+        DatasetError: There are no rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: Reader,
+        *,
+        schema: Schema = None,
+        missing: Missing = "skip",
+        path: str = "",
+        fmt: str = "",
+    ) -> None:
+        if not name or "/" in name:
+            raise ConfigError(f"a dataset's name must be nonempty, without '/', got {name!r}")
+        if missing not in ("skip", "error", "keep"):
+            raise ConfigError(f"missing must be 'skip', 'error' or 'keep', got {missing!r}")
+        self.name = name
+        self.reader = reader
+        self.schema = schema
+        self.missing = missing
+        self.path = path or type(reader).__name__
+        self.fmt = fmt or type(reader).__name__
+        self._num_rows = sum(shard.num_rows for shard in reader.shards)
+        self._digest: str | None = None
+        if not self._num_rows:
+            raise DatasetError(
+                f"dataset {name!r} is empty: {self.path} has {len(reader.shards)} shards and no "
+                f"row that reads as {self.fmt}. Check path and fmt."
+            )
+
+    @classmethod
+    def from_path(
+        cls,
+        name: str,
+        path: PathLike | Sequence[PathLike],
+        fmt: str | None = None,
+        schema: Schema = None,
+        *,
+        missing: Missing = "skip",
+        cache_dir: PathLike | None = None,
+        progress: bool = True,
+        **reader_options: Any,
+    ) -> "Dataset":
+        """Open a dataset from files.
+
+        Args:
+            name: Of the dataset.
+            path: A file, a folder, a pattern such as `s-{000..120}.tar`, or a list of these.
+            fmt: Name of the format; None recognises it by content.
+            schema: How rows become documents.
+            missing: What to do with rows that lack a field.
+            cache_dir: Folder for index caches; None is `~/.cache/zephon_mm`.
+            progress: Show a bar on stderr while many shards are indexed.
+            **reader_options: For the format's reader, such as `split="last_dot"`.
+
+        Raises:
+            ConfigError: The format is unknown, not recognised, or ambiguous; a bad option.
+            DatasetError: Shards are missing or damaged, or there are no rows.
+        """
+        fmt, reader_class = (fmt, reader_classes(fmt)[fmt]) if fmt else _detect(path)
+        directory = index_dir(cache_dir)
+        try:
+            reader = reader_class(path, cache_dir=directory, progress=progress, **reader_options)
+        except TypeError as error:
+            if not reader_options:
+                raise
+            raise ConfigError(
+                f"dataset {name!r}, fmt={fmt!r}: {error}. Check its options."
+            ) from error
+        return cls(name, reader, schema=schema, missing=missing, path=_shown(path), fmt=fmt)
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The shards in the order of the data."""
+        return self.reader.shards
+
+    def __len__(self) -> int:
+        """Return the rows of all shards."""
+        return self._num_rows
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, {self.path!r}, fmt={self.fmt!r}, rows={self._num_rows})"
+
+    def digest(self) -> str:
+        """Return hex digits that change when any shard's name, size or row count does."""
+        if self._digest is None:
+            self._digest = self.reader.digest()
+        return self._digest
+
+    def row_name(self, shard: int, row: int) -> str:
+        """Return a sample's name for people, such as `captions/shard-000000.tar/17`."""
+        return f"{self.name}/{self.shards[shard].name}/{row}"
+
+
+def reader_classes(*formats: str) -> Mapping[str, Any]:
+    """Return format name -> reader class for the named formats, or all that are installed.
+
+    Raises:
+        ConfigError: A format is not installed, or its class cannot be imported.
+    """
+    found = _entries()
+    if unknown := [fmt for fmt in formats if fmt not in found]:
+        raise ConfigError(f"fmt={unknown[0]!r} is not one of {', '.join(found) or 'no formats'}")
+    return {fmt: _load(found[fmt]) for fmt in formats or found}
+
+
+def index_dir(cache_dir: PathLike | None = None) -> Path | None:
+    """Return the folder for index caches, made if needed; None, with a warning, if it cannot be."""
+    path = Path(cache_dir) if cache_dir is not None else Path.home() / ".cache" / "zephon_mm"
+    path = path.expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        usable = os.access(path, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if usable:
+        return path
+    warnings.warn(
+        f"{path} cannot be written: indexes are made anew in each run. Set cache_dir.",
+        stacklevel=3,
+    )
+    return None
+
+
+def read_blob(dataset: Dataset, blob: Blob, size: int = -1) -> bytes:
+    """Return the first `size` bytes of a blob, fewer if it is shorter; all for -1.
+
+    Raises:
+        OSError: The environment failed; the same call may succeed later.
+        DatasetError: The file ends before the blob does.
+        SampleError: A blob inside a row does not decode.
+    """
+    if isinstance(blob, RowBlob):
+        data = dataset.reader.fetch(blob)
+        return data if size < 0 else data[:size]
+    wanted = blob.size if size < 0 else min(size, blob.size)
+    data = _files.read(blob.path, blob.offset, wanted)
+    if len(data) < wanted:
+        raise DatasetError(
+            f"{blob.path} gave {len(data)} of {wanted} bytes at {blob.offset}: it is shorter than "
+            "when it was indexed. Restore the file, or start again to rebuild the index."
+        )
+    return data
+
+
+class _OpenFile:
+    """A descriptor, the threads that read from it, and whether the last of them closes it."""
+
+    __slots__ = ("descriptor", "dropped", "users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.users = 0
+        self.dropped = False
+
+
+class _OpenFiles:
+    """The files that were read last, kept open and shared by all threads of a process.
+
+    A file that leaves the table is closed by its last user. `pread` uses no file position, so that
+    a forked child may go on with its parent's descriptors.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """Make the lock anew: in a forked child the thread that held it does not exist."""
+        self._lock = threading.Lock()
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes; fewer only where the file ends."""
+        file = self._take(path)
+        try:
+            data = os.pread(file.descriptor, size, offset)
+            while len(data) < size:  # Linux gives at most 2 GiB at once
+                more = os.pread(file.descriptor, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError:
+            with self._lock:  # a stale network handle would fail for ever
+                if self._files.get(path) is file:
+                    self._drop(path)
+            raise
+        finally:
+            with self._lock:
+                file.users -= 1
+                self._close_if_unused(file)
+        return data
+
+    def _take(self, path: str) -> _OpenFile:
+        with self._lock:
+            if (file := self._files.get(path)) is not None:
+                self._files.move_to_end(path)
+                file.users += 1
+                return file
+        # Not under the lock: opening takes milliseconds on a network file system.
+        opened = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        with self._lock:
+            if path in self._files:
+                self._drop(path)  # another thread was faster; the newer one stays
+            self._files[path] = opened
+            opened.users += 1
+            if len(self._files) > self._limit:
+                self._drop(next(iter(self._files)))
+        return opened
+
+    def _drop(self, path: str) -> None:
+        file = self._files.pop(path)
+        file.dropped = True
+        self._close_if_unused(file)
+
+    def _close_if_unused(self, file: _OpenFile) -> None:
+        if file.dropped and not file.users:
+            os.close(file.descriptor)
+
+
+_files = _OpenFiles(_OPEN_FILES)
+os.register_at_fork(after_in_child=_files.renew_lock)
+
+
+def _shown(path: PathLike | Sequence[PathLike]) -> str:
+    """Return a path, or the first of a list and how many more there are."""
+    if isinstance(path, str | os.PathLike):
+        return os.fspath(path)
+    paths = [os.fspath(one) for one in path]
+    return " and ".join(paths[:1] + [f"{len(paths) - 1} more"] * (len(paths) > 1))
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=_GROUP), key=lambda e: e.name)}
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:  # third-party code may fail in any way
+        raise ConfigError(
+            f"the reader {entry.name!r} = {entry.value} cannot be imported: {error!r}. "
+            "Reinstall or remove the package that brings it."
+        ) from error
+
+
+def _detect(path: PathLike | Sequence[PathLike]) -> tuple[str, Any]:
+    """Return name and class of the one format that recognises a path.
+
+    A reader that cannot be imported matters only when no other one recognises the path.
+    """
+    if not isinstance(path, str | os.PathLike) and not path:
+        raise ConfigError("path is an empty list. Name at least one file.")
+    found: dict[str, Any] = {}
+    broken: list[ConfigError] = []
+    entries = _entries()
+    for fmt, entry in entries.items():
+        try:
+            reader_class = _load(entry)
+        except ConfigError as error:
+            broken.append(error)
+            continue
+        if reader_class.detect(path):
+            found[fmt] = reader_class
+    if len(found) == 1:
+        return found.popitem()
+    if found:
+        raise ConfigError(f"{_shown(path)} fits {' and '.join(found)}. Choose one with fmt=.")
+    looked = "; ".join(_looked_for(fmt, entries[fmt]) for fmt in entries) or "no format installed"
+    problems = "".join(f" Also: {error}" for error in broken)
+    raise ConfigError(
+        f"{_shown(path)} is none of the known formats. Looked for: {looked}. Check the path, or "
+        f"name the format with fmt=.{problems}"
+    )
+
+
+def _looked_for(fmt: str, entry: EntryPoint) -> str:
+    """Return a format and the first line of what its `detect` looks for."""
+    with suppress(ConfigError):
+        if text := _load(entry).detect.__doc__:
+            return f"{fmt} ({text.strip().splitlines()[0].rstrip('.')})"
+    return fmt

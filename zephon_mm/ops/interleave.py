@@ -1,0 +1,110 @@
+"""Measure a document: text to tokens, images to placeholders, from headers alone.
+
+Laws:
+    1. A document is `bos`, its segments in order, `eos`; an image is `start + n x image + end`.
+    2. Start tokens and image tokens carry no loss; a text's do if the text says so; the end token
+       does if any text's do.
+    3. No pixel is decoded: an image is asked for its header only.
+
+Imports: errors, protocols, records, ops.tokenizer. Used by: ops.tokenize, engine, pipeline.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zephon_mm.errors import ConfigError, SampleError
+from zephon_mm.ops.tokenizer import TextTokenizer
+from zephon_mm.protocols import ImageProcessor
+from zephon_mm.records import Blob, Document, Image, ImageSlot, Record, SampleRef
+
+ReadBlob = Callable[[Blob, int], bytes]
+"""`read(blob, n)` gives the first n bytes of a blob; all of it for n = -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """Turns documents of text and images into records.
+
+    Args:
+        tokenizer: Has an image token if `image_processor` is given.
+        image_processor: What images become; None for documents of text only.
+        eos: Whether the end token closes a document.
+    """
+
+    tokenizer: TextTokenizer
+    image_processor: ImageProcessor | None
+    eos: bool = True
+
+    def __post_init__(self) -> None:
+        if self.image_processor is not None:
+            self.tokenizer.require_image_id()
+        if self.eos and self.tokenizer.eos_id is None:
+            raise ConfigError(
+                "eos=True, but the tokenizer has no end-of-document token. Name one when loading "
+                "it with eos='...', or set eos=False."
+            )
+
+    def measure(self, ref: SampleRef, document: Document, read: ReadBlob) -> Record:
+        """Return the record of a document.
+
+        Raises:
+            SampleError: An image is defective, or the document has neither text nor images.
+            ConfigError: The document has an image and there is no image processor.
+        """
+        ids = list(self.tokenizer.bos_ids)
+        runs = [(0, len(ids), False)]  # (start, stop, trained): every token, in order
+        slots: list[ImageSlot] = []
+        uncut: list[tuple[int, int]] = []
+        for segment in document.segments:
+            start = len(ids)
+            if isinstance(segment, Image):
+                slots.append(self._image(ids, segment, read))
+                uncut.append((start, len(ids)))
+                runs.append((start, len(ids), False))
+            else:
+                ids += self.tokenizer.encode(segment.text)
+                runs.append((start, len(ids), segment.train))
+        if len(ids) == len(self.tokenizer.bos_ids):
+            raise SampleError(
+                "empty_document",
+                "the document has no images and its text gives no tokens. Filter such samples, or "
+                "check which field holds the text.",
+            )
+        trained = np.zeros(len(ids) + self.eos, dtype=np.bool_)
+        for start, stop, train in runs:
+            trained[start:stop] = train
+        if self.eos:
+            ids.append(self.tokenizer.eos_id)  # type: ignore[arg-type]  # checked when made
+            trained[-1] = any(train and stop > start for start, stop, train in runs)
+        array = np.array(ids, dtype=np.int32)
+        return Record(ref, len(ids), array, trained, tuple(slots), tuple(uncut))
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return everything that records depend on, JSON-serialisable."""
+        processor = self.image_processor
+        return {
+            "tokenizer": self.tokenizer.fingerprint(),
+            "image_processor": None if processor is None else dict(processor.fingerprint()),
+            "eos": self.eos,
+        }
+
+    def _image(self, ids: list[int], image: Image, read: ReadBlob) -> ImageSlot:
+        """Append an image's tokens to `ids`; return where its placeholders are."""
+        if self.image_processor is None:
+            raise ConfigError(
+                "a document has an image, but there is no image processor. Give one: "
+                ".interleave(image_processor=SigLIPProcessor(...)), or use .tokenize() for text."
+            )
+        blob = image.blob
+        num_tokens, shape = self.image_processor.measure(lambda size: read(blob, size))
+        start_id, end_id = self.tokenizer.start_id, self.tokenizer.end_id
+        if start_id is not None:
+            ids.append(start_id)
+        start = len(ids)
+        ids += [self.tokenizer.require_image_id()] * num_tokens
+        if end_id is not None:
+            ids.append(end_id)
+        return ImageSlot(blob, start, num_tokens, shape)

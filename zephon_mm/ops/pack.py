@@ -1,0 +1,282 @@
+"""Pack records into sequences of a fixed length, from integers alone.
+
+Laws (tests/ops/test_pack.py holds one test for each):
+    1. No sequence exceeds `max_length` tokens or `max_images` images.
+    2. Every record lands exactly once, or is reported; `flush` leaves nothing.
+    3. Sequences depend on the order of `push` alone. Inside a sequence, pieces keep that order.
+    4. `wrap` never cuts inside an `uncut` range: an image stays with its start and end tokens.
+
+`best_fit` holds records sorted by length, up to half of those that came and at most `lookahead`,
+so that the first sequence does not wait for a full buffer. Over that it builds one sequence: the
+longest record, then again and again the longest that still fits. Long ones are hardest to place, so
+they go while there is choice, and short ones stay behind as filling. At the flush this rule, run to
+the end, is first-fit-decreasing over all that is held. Where it leaves a gap, as among records of
+nearly equal length, the longest is joined with the shortest, which are then exchanged for longer.
+
+Seen, sequences of offline best-fit-decreasing / of this, 2,048 records to 4,096 tokens: 0.9994 for
+lengths log-uniform in 40..3000, 0.9965 uniform, 0.9994 for a mix of text and images, 1.037 for one
+image of 731 tokens with a caption of 20..120 (there best-fit-decreasing fills but 0.942).
+
+Cost: O(log lookahead) comparisons a record; 240,000 to 520,000 records/s seen. Holds no payload.
+
+Imports: errors, records. Used by: engine, pipeline.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from zephon_mm.errors import ConfigError
+from zephon_mm.records import Piece, Policy, Record, Sequence
+
+Report = Callable[[str, Record], None]
+"""`report(reason, record)`: a record was dropped (`overlong`, `too_many_images`) or `truncated`."""
+
+# A key sorts by length, then by arrival, first one last: (length << _BITS) + (_MASK - arrival).
+_BITS = 40
+_MASK = (1 << _BITS) - 1
+_NO_LIMIT = 1 << 62
+_MIN_RECORDS = 16  # held before the first sequence closes,
+_MIN_HELD = 4  # as are this many sequences' worth of tokens
+_GAP_SHIFT = 6  # a gap above 1/64 of a sequence is worth a second try
+
+
+def ignore(reason: str, record: Record) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackConfig:
+    """How records become sequences.
+
+    Args:
+        max_length: Tokens of a sequence, at least 1.
+        algorithm: `best_fit` keeps documents whole, `wrap` cuts them between images.
+        max_images: Images of a sequence; None for no limit.
+        overlong: What happens to a document that no sequence can hold.
+        lookahead: Records that `best_fit` chooses from; more pad less and wait longer.
+    """
+
+    max_length: int
+    algorithm: Literal["best_fit", "wrap"] = "best_fit"
+    max_images: int | None = None
+    overlong: Policy = "drop"
+    lookahead: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "lookahead"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"pack: {name} must be at least 1, got {getattr(self, name)}")
+        if self.max_images is not None and self.max_images < 0:
+            raise ConfigError(f"pack: max_images must be None or >= 0, got {self.max_images}")
+        if self.algorithm not in ("best_fit", "wrap"):
+            raise ConfigError(f"pack: algorithm must be best_fit or wrap, got {self.algorithm!r}")
+        if self.overlong not in ("drop", "truncate"):
+            raise ConfigError(f"pack: overlong must be drop or truncate, got {self.overlong!r}")
+
+
+def make_packer(config: PackConfig, report: Report = ignore) -> "BestFitPacker | WrapPacker":
+    """Return a new packer for one window."""
+    return (BestFitPacker if config.algorithm == "best_fit" else WrapPacker)(config, report)
+
+
+class BestFitPacker:
+    """Packs whole documents, nearly as tightly as if all were known.
+
+    Args:
+        config: Limits and policies.
+        report: Told of every record that is dropped or truncated.
+    """
+
+    def __init__(self, config: PackConfig, report: Report = ignore) -> None:
+        self._config = config
+        self._report = report
+        self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
+        self._keys: list[int] = []  # ascending
+        self._pieces: dict[int, Piece] = {}  # by arrival
+        self._pushed = 0
+        self._tokens = 0  # of all that is held
+
+    def push(self, record: Record) -> list[Sequence]:
+        """Place one record; return the sequence that closes, if any."""
+        piece = Piece(record, 0, record.num_tokens)
+        config = self._config
+        if record.num_tokens > config.max_length or len(record.images) > self._max_images:
+            fitted = fit_one(record, config, self._report)
+            if fitted is None:
+                return []
+            piece = fitted
+        insort(self._keys, (piece.stop << _BITS) + _MASK - self._pushed)
+        self._pieces[self._pushed] = piece
+        self._pushed += 1
+        self._tokens += piece.stop
+        # Below a few sequences' worth of tokens even the best choice fills badly.
+        if self._tokens < _MIN_HELD * config.max_length:
+            return []
+        held = min(config.lookahead, _MIN_RECORDS + self._pushed // 2)
+        return [self._close()] if len(self._keys) > held else []
+
+    def flush(self) -> list[Sequence]:
+        """Return all that is held, packed with nothing left to wait for."""
+        sequences = []
+        while self._keys:
+            sequences.append(self._close())
+        return sequences
+
+    def _close(self) -> Sequence:
+        """Build the best sequence that contains the longest record."""
+        keys, free = self._take_longest()
+        if self._keys and free > self._config.max_length >> _GAP_SHIFT:
+            for key in keys:
+                insort(self._keys, key)
+            keys = self._take_mixed(free) or self._take_longest()[0]
+        arrivals = sorted(_MASK - (key & _MASK) for key in keys)
+        sequence = Sequence(tuple(self._pieces.pop(arrival) for arrival in arrivals))
+        self._tokens -= sequence.num_tokens
+        return sequence
+
+    def _take_longest(self) -> tuple[list[int], int]:
+        """Take the longest record, then always the longest that fits; return keys, free tokens."""
+        keys = self._keys
+        free, images_left = self._config.max_length, self._max_images
+        taken: list[int] = []
+        at = len(keys) - 1
+        while at >= 0:
+            num_images = self._num_images(keys[at])
+            if num_images <= images_left:
+                images_left -= num_images
+                key = keys.pop(at)
+                free -= key >> _BITS
+                taken.append(key)
+            at = min(at, bisect_left(keys, (free + 1) << _BITS)) - 1
+        return taken, free
+
+    def _take_mixed(self, worse_free: int) -> list[int] | None:
+        """Take the longest with as many of the shortest as fit, exchanged for longer ones.
+
+        Returns:
+            The keys taken; None, with nothing taken, if that leaves `worse_free` or more.
+        """
+        keys = self._keys.copy()
+        taken = [keys.pop()]
+        free = self._config.max_length - (taken[0] >> _BITS)
+        count = 0
+        while count < len(keys) and keys[count] >> _BITS <= free:
+            free -= keys[count] >> _BITS
+            count += 1
+        shortest, keys = keys[:count], keys[count:]
+        for short in reversed(shortest):
+            size = short >> _BITS
+            at = bisect_left(keys, (size + free + 1) << _BITS) - 1
+            if at >= 0 and keys[at] >> _BITS > size:
+                taken.append(keys.pop(at))
+                insort(keys, short)
+                free -= (taken[-1] >> _BITS) - size
+            else:
+                taken.append(short)
+        if free >= worse_free or sum(map(self._num_images, taken)) > self._max_images:
+            return None
+        self._keys = keys
+        return taken
+
+    def _num_images(self, key: int) -> int:
+        """Return the images of a held record; 0 where there is no limit, to save the look-up."""
+        if self._max_images == _NO_LIMIT:
+            return 0
+        return sum(1 for _ in self._pieces[_MASK - (key & _MASK)].images())
+
+
+class WrapPacker:
+    """Fills every sequence by cutting documents, but never an image.
+
+    Args:
+        config: Limits and policies.
+        report: Told of every record that is dropped or truncated.
+    """
+
+    def __init__(self, config: PackConfig, report: Report = ignore) -> None:
+        self._config = config
+        self._report = report
+        self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
+        self._open: list[Piece] = []
+        self._free = config.max_length
+        self._images_left = self._max_images
+
+    def push(self, record: Record) -> list[Sequence]:
+        """Append one record; return the sequences that it fills."""
+        end = self._cuttable(record)
+        start = 0
+        closed = []
+        while start < end:
+            stop = self._cut(record, start, end)
+            if stop > start:
+                piece = Piece(record, start, stop)
+                self._open.append(piece)
+                self._free -= stop - start
+                self._images_left -= sum(1 for _ in piece.images())
+                start = stop
+            if start < end or not self._free:
+                closed += self.flush()
+        return closed
+
+    def flush(self) -> list[Sequence]:
+        """Return the open sequence, if it holds anything."""
+        pieces, self._open = tuple(self._open), []
+        self._free = self._config.max_length
+        self._images_left = self._max_images
+        return [Sequence(pieces)] if pieces else []
+
+    def _cuttable(self, record: Record) -> int:
+        """Return how many tokens of a record can be placed; 0 if it is dropped."""
+        if record.images and not self._max_images:
+            self._report("too_many_images", record)
+            return 0
+        for start, stop in record.uncut:
+            if stop - start > self._config.max_length:
+                useful = self._config.overlong == "truncate" and is_useful(record, start)
+                self._report("truncated" if useful else "overlong", record)
+                return start if useful else 0
+        return record.num_tokens
+
+    def _cut(self, record: Record, start: int, end: int) -> int:
+        """Return where the piece from `start` that fits the open sequence stops."""
+        stop = min(end, start + self._free)
+        images_left = self._images_left
+        for first, last in record.uncut:
+            if first < start:
+                continue
+            if first >= stop:
+                break
+            if last > stop or not images_left:
+                return first
+            images_left -= 1
+        return stop
+
+
+def fit_one(record: Record, config: PackConfig, report: Report) -> Piece | None:
+    """Apply the overlong policy to a record that no sequence can hold; report what happened.
+
+    Returns:
+        The longest beginning that one sequence can hold and that has a trained token, or None.
+    """
+    stop = min(record.num_tokens, config.max_length)
+    for first, last in record.uncut:
+        if first < stop < last:
+            stop = first
+    piece = Piece(record, 0, stop)
+    if stop < record.num_tokens and (config.overlong == "drop" or not is_useful(record, stop)):
+        report("overlong", record)
+        return None
+    if config.max_images is not None and sum(1 for _ in piece.images()) > config.max_images:
+        report("too_many_images", record)
+        return None
+    if stop < record.num_tokens:
+        report("truncated", record)
+    return piece
+
+
+def is_useful(record: Record, stop: int) -> bool:
+    """Return whether the first `stop` tokens of a record have one to train on."""
+    # A record planned from an index has no token arrays yet.
+    return stop > 0 and (not record.trained.size or bool(record.trained[:stop].any()))

@@ -1,0 +1,116 @@
+"""The knobs of a pipeline's execution, declared once, with their checks.
+
+Of these, `canonical_replicas`, `chunk_size` and `flush_every_k_chunks` decide the data; all others
+change the speed only.
+
+Imports: errors. Used by: pipeline, recipe.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zephon_mm.errors import ConfigError
+
+RUNNERS = ("inline", "thread", "process")
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_budget() -> int:
+    """A quarter of the machine's memory, at most 4 GiB; it is taken only as batches need it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total // 4, 4 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a pipeline runs.
+
+    Args:
+        canonical_replicas: L, the number of lanes: fixes the sample order for ever.
+        dp_degree: Data-parallel ranks.
+        dp_rank: This process's, in [0, dp_degree).
+        runner: `inline`, `thread` or `process`.
+        workers: Threads or processes; None is one for each CPU that this process may use.
+        chunk_size: Samples that the source emits at once.
+        flush_every_k_chunks: Chunks of a window: what a restore plans again.
+        max_error_rate: Share of defective samples (and images) that is tolerated; 0 for none.
+        prefetch_batches: Batches that may be ready or in work ahead of the training loop.
+        memory_budget_bytes: Shared memory for batches, in bytes.
+        task_images: Images that one task decodes.
+        task_rows: Samples that one task measures.
+        task_timeout_s: How long a task may run in a `process` worker, in seconds.
+        io_options: `{"cache": {"enabled": bool, "dir": str}}`: the local cache of remote shards.
+    """
+
+    canonical_replicas: int = 8
+    dp_degree: int = 1
+    dp_rank: int = 0
+    runner: str = "process"
+    workers: int = field(default_factory=_cpus)
+    chunk_size: int = 256
+    flush_every_k_chunks: int = 8
+    max_error_rate: float = 0.01
+    prefetch_batches: int = 8
+    memory_budget_bytes: int = field(default_factory=_memory_budget)
+    task_images: int = 4
+    task_rows: int = 32
+    task_timeout_s: float = 300.0
+    io_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "canonical_replicas",
+            "dp_degree",
+            "workers",
+            "chunk_size",
+            "flush_every_k_chunks",
+            "prefetch_batches",
+            "memory_budget_bytes",
+            "task_images",
+            "task_rows",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"options: {name} must be an integer >= 1, got {value!r}")
+        if not 0 <= self.dp_rank < self.dp_degree:
+            raise ConfigError(
+                f"options: dp_rank must be in [0, dp_degree = {self.dp_degree}), got {self.dp_rank}"
+            )
+        if self.runner not in RUNNERS:
+            raise ConfigError(
+                f"options: runner must be one of {', '.join(RUNNERS)}, got {self.runner!r}"
+            )
+        if not 0 <= self.max_error_rate <= 1:
+            raise ConfigError(
+                f"options: max_error_rate must be in [0, 1], got {self.max_error_rate}"
+            )
+        if not self.task_timeout_s > 0:
+            raise ConfigError(f"options: task_timeout_s must be above 0, got {self.task_timeout_s}")
+        _check_io(self.io_options)
+
+    @property
+    def window_samples(self) -> int:
+        """Samples between two flush sentinels of a lane."""
+        return self.chunk_size * self.flush_every_k_chunks
+
+
+def check_names(given: Mapping[str, Any], config: type, where: str) -> None:
+    """Raise a ConfigError that lists the known settings if a given one is unknown."""
+    known = {one.name for one in fields(config)}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known are {sorted(known)}")
+
+
+def _check_io(io_options: Mapping[str, Any]) -> None:
+    cache = io_options.get("cache", {})
+    unknown = sorted(set(io_options) - {"cache"}) or sorted(set(cache) - {"enabled", "dir"})
+    if unknown:
+        raise ConfigError(
+            f"options: io_options has no {unknown[0]!r}; known is "
+            '{"cache": {"enabled": bool, "dir": str}}'
+        )

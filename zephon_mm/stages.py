@@ -1,0 +1,206 @@
+"""The operators of a pipeline as values: how each is made for a window, named, fingerprinted.
+
+Imports: ops, engine.tasks, errors, protocols, rng. Used by: pipeline.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from zephon_mm.engine.tasks import Context
+from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset
+from zephon_mm.ops.interleave import Interleave
+from zephon_mm.ops.map import DocumentOp, MapSequences, name_of
+from zephon_mm.ops.pack import PackConfig, Report, make_packer
+from zephon_mm.ops.shuffle import ShuffleBuffer
+from zephon_mm.ops.tokenize import Tokenize
+from zephon_mm.protocols import Accumulator
+from zephon_mm.rng import Stream
+
+Factory = Callable[[Stream], Accumulator[Any, Any]]
+
+
+class SequenceStage(Protocol):
+    """An accumulator to be: newly made for every lane and window."""
+
+    def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
+        """Return the accumulator of one window; `place` is the operator's place in the chain."""
+        ...
+
+    def fingerprint(self) -> Any:
+        """Return all that its output depends on, JSON-serialisable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackStage:
+    """`.pack_flat`."""
+
+    config: PackConfig
+
+    def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
+        """Return a packer."""
+        return make_packer(self.config, report)
+
+    def fingerprint(self) -> Any:
+        """Return the packer's settings."""
+        return {"pack": asdict(self.config)}
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffleStage:
+    """`.shuffle`."""
+
+    buffer_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.buffer_size < 1:
+            raise ConfigError(f"shuffle: buffer_size must be at least 1, got {self.buffer_size}")
+
+    def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
+        """Return a buffer keyed by its place, lane and window."""
+        return ShuffleBuffer(self.buffer_size, Stream(self.seed, "shuffle", place, lane, window))
+
+    def fingerprint(self) -> Any:
+        """Return size and seed."""
+        return {"shuffle": {"buffer_size": self.buffer_size, "seed": self.seed}}
+
+
+@dataclass(frozen=True, slots=True)
+class UserStage:
+    """`.accumulate` and `.map_sequence`: a user's code, told apart by name and version."""
+
+    operator: str
+    factory: Factory
+    name: str
+    seed: int
+    version: str
+
+    def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
+        """Return what the user's factory makes of a keyed random stream."""
+        return self.factory(Stream(self.seed, self.operator, place, lane, window))
+
+    def fingerprint(self) -> Any:
+        """Return the function's name and version."""
+        return {self.operator: {"name": self.name, "seed": self.seed, "version": self.version}}
+
+
+def user_stage(operator: str, factory: Factory, fn: Any, seed: int, version: str) -> UserStage:
+    """Return a stage for a user's function."""
+    return UserStage(operator, factory, name_of(fn), seed, version)
+
+
+def map_stage(fn: Any, version: str) -> UserStage:
+    """Return the stage of `.map_sequence(fn)`."""
+    return user_stage("map_sequence", lambda _: MapSequences(fn), fn, 0, version)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentStage:
+    """`.map` and `.filter`."""
+
+    name: str
+    operator: DocumentOp
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """All operators of a pipeline, in order. Immutable: `with_...` returns a new value."""
+
+    documents: tuple[DocumentStage, ...] = ()
+    interleave: Interleave | Tokenize | None = None
+    sequences: tuple[SequenceStage, ...] = ()
+    parallelism: int | None = None
+
+    def with_document(self, stage: DocumentStage, parallelism: int | None) -> "Stages":
+        """Add `.map` or `.filter`.
+
+        Raises:
+            ConfigError: The documents are tokenised already.
+        """
+        if self.interleave is not None:
+            raise ConfigError(
+                f"{stage.name} takes documents: put it before .interleave or .tokenize; for packed "
+                "sequences there is .map_sequence"
+            )
+        return replace(self, documents=(*self.documents, stage)).limited(parallelism)
+
+    def with_interleave(self, stage: Interleave | Tokenize, parallelism: int | None) -> "Stages":
+        """Set `.interleave` or `.tokenize`.
+
+        Raises:
+            ConfigError: There is one already.
+        """
+        if self.interleave is not None:
+            raise ConfigError("a pipeline has one .interleave or .tokenize")
+        return replace(self, interleave=stage).limited(parallelism)
+
+    def with_sequence(self, stage: SequenceStage) -> "Stages":
+        """Add an operator of the planner.
+
+        Raises:
+            ConfigError: It stands before tokenising or packing, or packing comes twice.
+        """
+        packs = isinstance(stage, PackStage)
+        name = next(iter(stage.fingerprint()))
+        if self.interleave is None:
+            raise ConfigError(f".{name} comes after .interleave or .tokenize")
+        if packs and self.packing is not None:
+            raise ConfigError("a pipeline has one .pack_flat")
+        if not packs and self.packing is None and name != "accumulate":
+            raise ConfigError(f".{name} counts packed sequences: put it after .pack_flat")
+        return replace(self, sequences=(*self.sequences, stage))
+
+    def limited(self, parallelism: int | None) -> "Stages":
+        """Lower the number of workers that may measure at once.
+
+        Raises:
+            ConfigError: `parallelism` is below 1.
+        """
+        if parallelism is None:
+            return self
+        if parallelism < 1:
+            raise ConfigError(f"parallelism must be at least 1, got {parallelism}")
+        return replace(self, parallelism=min(parallelism, self.parallelism or parallelism))
+
+    @property
+    def packing(self) -> PackConfig | None:
+        """The packer's settings, or None before `.pack_flat`."""
+        return next((s.config for s in self.sequences if isinstance(s, PackStage)), None)
+
+    def context(self, datasets: Sequence[Dataset]) -> Context:
+        """Return what the workers need, without memory."""
+        stage = self.interleave
+        assert stage is not None
+        context = Context(
+            datasets=tuple(datasets),
+            operators=tuple(document.operator for document in self.documents),
+            interleave=stage,
+        )
+        if isinstance(stage, Tokenize):
+            return replace(context, sample_to_document=stage.document)
+        return replace(context, image_processor=stage.image_processor)
+
+    def accumulators(
+        self, lane: int, window: int, report: Report
+    ) -> Sequence[Accumulator[Any, Any]]:
+        """Return the accumulators of one window of a lane."""
+        return [
+            stage.make(place, lane, window, report) for place, stage in enumerate(self.sequences)
+        ]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return all that the batches depend on besides the source, JSON-serialisable."""
+        assert self.interleave is not None
+        functions = [
+            {stage.name: {"name": name_of(stage.operator.fn), "version": stage.version}}  # type: ignore[attr-defined]
+            for stage in self.documents
+        ]
+        return {
+            "documents": functions,
+            "tokens": self.interleave.fingerprint(),
+            "sequences": [stage.fingerprint() for stage in self.sequences],
+        }
