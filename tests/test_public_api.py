@@ -8,11 +8,13 @@ import importlib
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from types import ModuleType
 
 import pytest
 
 import zephon_mm
+from zephon_mm.options import Options
 
 MOST_NAMES = 12
 
@@ -35,9 +37,22 @@ NAMES = {
     "zephon_mm.work": ["StaticMixtureWorkSource", "TokenEstimation"],
 }
 
+# What `Pipeline.options` takes, each a field of `Options`.
+OPTIONS = [
+    "balance",
+    "canonical_replicas",
+    "chunk_size",
+    "dp_degree",
+    "dp_rank",
+    "flush_every_k_chunks",
+    "io_options",
+    "runner",
+    "workers",
+]
+
 # method of Pipeline -> keywords that it must take
 METHODS = {
-    "options": ["canonical_replicas", "dp_degree", "dp_rank", "runner", "workers", "io_options"],
+    "options": [],
     "map": [],
     "filter": [],
     "map_sequence": [],
@@ -68,6 +83,10 @@ def test_documented_names_can_be_imported(module: str, name: str) -> None:
 def test_pipeline_methods_take_their_documented_keywords(method: str) -> None:
     taken = inspect.signature(getattr(zephon_mm.Pipeline, method)).parameters
     assert set(METHODS[method]) <= set(taken)
+
+
+def test_options_has_its_documented_fields() -> None:
+    assert set(OPTIONS) <= {field.name for field in fields(Options)}
 
 
 def test_the_packages_names_are_few_sorted_and_exactly_those_announced() -> None:

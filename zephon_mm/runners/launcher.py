@@ -116,6 +116,8 @@ class Launcher:
 
     def stop(self) -> None:
         """End the zygote: it reaps its workers first if it can, and is killed if it does not."""
+        if self._process.returncode is not None:
+            return  # it ended before, and was closed
         if self.ready:
             with contextlib.suppress(OSError):  # it is ending already
                 wire.send(self.control, [pickle.dumps(("stop",))])

@@ -89,6 +89,10 @@ class Manager:
     def _watch(self, source: Any, handler: Callable[..., object], *args: Any) -> None:
         self._selector.register(source, selectors.EVENT_READ, functools.partial(handler, *args))
 
+    def _unwatch(self, source: Any) -> None:
+        with contextlib.suppress(KeyError):  # it hung up before it ended
+            self._selector.unregister(source)
+
     def _on_bell(self) -> None:
         tasks, cancel = self.inbox.take()
         for task in tasks:
@@ -155,8 +159,7 @@ class Manager:
             header = b""
         number, ok = wire.REPLY.unpack(header) if header else (0, False)
         if not worker.tasks or worker.tasks[0].number != number:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(worker.sock)  # an ended stream is always readable
+            self._unwatch(worker.sock)  # an ended stream is always readable
             self._doom(worker)
             return False
         task = worker.tasks.popleft()
@@ -215,11 +218,10 @@ class Manager:
     def _discharge(self, worker: Worker) -> None:
         """Forget a worker: free its slot and its descriptors."""
         self._crew[worker.slot] = None
-        for source in (worker.sock, worker.pidfd):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(source)
+        self._unwatch(worker.sock)
         worker.sock.close()
         if worker.pidfd >= 0:
+            self._unwatch(worker.pidfd)
             os.close(worker.pidfd)
 
     # ------------------------------------------------------------------ the zygote
@@ -246,7 +248,7 @@ class Manager:
             self._launcher.ready = True
             self._boots = 0
         elif kind == "hung up":
-            self._selector.unregister(self._launcher.control)
+            self._unwatch(self._launcher.control)
             self._launcher.kill()
             return False
         elif worker := self._crew[values[0]]:
@@ -265,9 +267,8 @@ class Manager:
         """Start another zygote. The workers of this one die by the kernel's hand."""
         while self._obey_zygote():
             pass
-        for source in (launcher.control, launcher.pidfd):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(source)
+        self._unwatch(launcher.control)
+        self._unwatch(launcher.pidfd)
         code = launcher.close()
         for worker in self._crew:
             if worker is None:

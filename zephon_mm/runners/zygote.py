@@ -38,7 +38,8 @@ from typing import Any, NoReturn
 from zephon_mm.runners import wire, worker
 
 BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = json.loads(sys.argv[1])['path']; "
     "from zephon_mm.runners.zygote import main; main(sys.argv[1])"
 )
 """What `python -c` runs; its argument is a `Boot` as JSON."""
@@ -70,7 +71,7 @@ def main(text: str) -> None:
     boot = Boot(**json.loads(text))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would lose exit codes
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     for fd in (boot.control, boot.context, boot.board, *boot.fds):
         os.set_inheritable(fd, False)

@@ -1,0 +1,172 @@
+"""The full pipeline against a bare run of the same work: `python -m benchmarks.pipeline`.
+
+The bare run calls the same task functions with the same task sizes on rows that were dealt to as
+many processes before, into one buffer that is used again and again: no packing, no transport, no
+order. What the pipeline adds to that is what it costs. Pairs are interleaved, each run is a process
+group of its own, and the median of the pairs' ratios counts: the machines are shared and noisy.
+
+Imports: the package, benchmarks.data. Writes nothing.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.data import make_data, write_benchmark_tokenizer
+from zephon_mm import Dataset, Pipeline
+from zephon_mm.engine.tasks import ImageJob, materialize, measure
+from zephon_mm.processors import SigLIPProcessor
+from zephon_mm.records import Record
+from zephon_mm.shm.arena import Arena
+from zephon_mm.work import StaticMixtureWorkSource
+
+WARM_UP_S = 2.0
+IMAGE_PX = 384
+
+
+def build(data: Path, runner: str, workers: int) -> Pipeline:
+    """Return the README's pipeline on the benchmark's photographs."""
+    source = StaticMixtureWorkSource([Dataset.from_path("photos", data)], {"photos": 1.0}, seed=42)
+    return (
+        Pipeline(source)
+        .options(canonical_replicas=8, runner=runner, workers=workers)
+        .interleave(
+            tokenizer=data.with_name("tokenizer"),
+            image_processor=SigLIPProcessor(size=IMAGE_PX, patch_size=14),
+        )
+        .pack_flat(max_length=4096, algorithm="best_fit", max_images=32)
+        .shuffle(buffer_size=64, seed=42)
+        .batch(microbatch_size=2)
+    )
+
+
+def run_pipeline(data: Path, runner: str, workers: int, seconds: float) -> dict[str, float]:
+    """Return samples per second delivered to a consumer that only takes batches."""
+    began = time.perf_counter()
+    with build(data, runner, workers) as pipeline:
+        batches = iter(pipeline)
+        next(batches)
+        first_s = time.perf_counter() - began
+        while time.perf_counter() - began < first_s + WARM_UP_S:
+            next(batches)
+        samples, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds:
+            samples += sum(len(row) for row in next(batches).keys)
+    return {"samples_per_s": samples / elapsed, "first_batch_s": first_s}
+
+
+def run_bare(data: Path, workers: int, seconds: float) -> dict[str, float]:
+    """Return samples per second of the task functions alone, summed over processes."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier = spawn.Barrier(workers)
+    with spawn.Pool(workers, _start_bare, (barrier,)) as pool:
+        arguments = [(data, number, workers, seconds) for number in range(workers)]
+        rates = pool.starmap(_bare_worker, arguments, chunksize=1)
+    return {"samples_per_s": sum(rates)}
+
+
+def _start_bare(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float:
+    import torch
+
+    torch.set_num_threads(1)
+    pipeline = build(data, "inline", workers)
+    source, options = pipeline._source, pipeline._options
+    context = pipeline._stages.context(source.datasets)
+    size = 3 * IMAGE_PX**2
+    arena = Arena(options.task_images * size)
+    from dataclasses import replace
+
+    context = replace(context, arena=arena)
+    state = source.start(number, workers)
+    samples, start = 0, 0.0
+    _barrier.wait()
+    begin = time.perf_counter()
+    while True:
+        chunk, state = source.next(state, options.chunk_size)
+        for at in range(0, len(chunk.refs), options.task_rows):
+            records = measure(context, chunk.refs[at : at + options.task_rows])
+            images = [(r.ref, i) for r in records if isinstance(r, Record) for i in r.images]
+            for first in range(0, len(images), options.task_images):
+                part = images[first : first + options.task_images]
+                jobs = [
+                    ImageJob(ref, image.blob, position * size, image.shape)
+                    for position, (ref, image) in enumerate(part)
+                ]
+                assert not any(materialize(context, jobs))
+            if not start and time.perf_counter() - begin > WARM_UP_S:
+                samples, start = 0, time.perf_counter()
+                continue
+            samples += len(records)
+            if start and (elapsed := time.perf_counter() - start) > seconds:
+                return samples / elapsed
+
+
+def one(kind: str, data: Path, workers: int, seconds: float) -> dict[str, float]:
+    """Run one contender in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(data), "--one", kind]
+    command += ["--workers", str(workers), "--seconds", str(seconds)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def compare(runners: list[str], data: Path, workers: int, seconds: float, pairs: int) -> None:
+    """Print the ratio of each runner to the bare run, median of interleaved pairs."""
+    ratios: dict[str, list[float]] = {runner: [] for runner in runners}
+    for number in range(pairs):
+        bare = one("bare", data, workers, seconds)["samples_per_s"]
+        line = f"pair {number + 1}: bare {bare:6.1f} samples/s"
+        for runner in runners:
+            found = one(runner, data, workers, seconds)
+            ratios[runner].append(found["samples_per_s"] / bare)
+            line += (
+                f"   {runner} {found['samples_per_s']:6.1f} ({ratios[runner][-1]:.3f}), first "
+                f"batch {found['first_batch_s']:.2f} s"
+            )
+        print(line, flush=True)
+    for runner, found_ratios in ratios.items():
+        print(f"{runner} / bare, median of {pairs}: {statistics.median(found_ratios):.3f}")
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--runners", default="process,thread")
+    parser.add_argument("--short", action="store_true", help="500 samples, 2 pairs of 4 s")
+    parser.add_argument("--one", choices=["bare", "process", "thread", "inline"])
+    args = parser.parse_args()
+    if args.one == "bare":
+        print(json.dumps(run_bare(args.data, args.workers, args.seconds)))
+    elif args.one:
+        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.seconds)))
+    else:
+        if args.short:
+            args.samples, args.pairs, args.seconds = 500, 2, 4.0
+            args.data = args.data.with_name("photos-short")
+        make_data(args.data, num_samples=args.samples)
+        write_benchmark_tokenizer(args.data.with_name("tokenizer"))
+        compare(args.runners.split(","), args.data, args.workers, args.seconds, args.pairs)
+
+
+if __name__ == "__main__":
+    main()

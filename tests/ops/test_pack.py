@@ -1,0 +1,254 @@
+"""The packers' laws, one test each; density against offline best-fit-decreasing."""
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contracts.accumulator import check_accumulator, drain
+from zephon_mm.errors import ConfigError
+from zephon_mm.ops.pack import PackConfig, make_packer
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, Sequence
+
+CASES = Path(__file__).parents[1] / "fixtures" / "cases"
+
+
+def record(row: int, text: int, images: tuple[int, ...] = (), *, trained: bool = True) -> Record:
+    """A record of images, each with a start and an end token, then `text` tokens of text."""
+    slots: list[ImageSlot] = []
+    uncut: list[tuple[int, int]] = []
+    at = 0
+    for size in images:
+        slots.append(ImageSlot(FileBlob("/x", row, 1), at + 1, size, (3, 2, 2)))
+        uncut.append((at, at + size + 2))
+        at += size + 2
+    mask = np.zeros(at + text, dtype=np.bool_)
+    mask[at:] = trained
+    ids = np.zeros(at + text, dtype=np.int32)
+    return Record(SampleRef(0, 0, row), at + text, ids, mask, tuple(slots), tuple(uncut))
+
+
+def texts(lengths: list[int]) -> list[Record]:
+    return [record(row, length) for row, length in enumerate(lengths)]
+
+
+def pack(records: list[Record], **options: Any) -> tuple[list[Sequence], list[tuple[str, int]]]:
+    """Return all sequences, and (reason, row) of every report."""
+    reports: list[tuple[str, int]] = []
+    packer = make_packer(PackConfig(**options), lambda why, it: reports.append((why, it.ref.row)))
+    return drain(packer, records), reports
+
+
+streams = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 12), max_size=3).map(tuple)), max_size=80
+).map(lambda rows: [record(i, text, images) for i, (text, images) in enumerate(rows)])
+limits = st.fixed_dictionaries(
+    {
+        "max_length": st.integers(8, 64),
+        "max_images": st.none() | st.integers(0, 4),
+        "overlong": st.sampled_from(["drop", "truncate"]),
+        "lookahead": st.sampled_from([1, 3, 512]),
+        "algorithm": st.sampled_from(["best_fit", "wrap"]),
+    }
+)
+
+
+@given(records=streams, options=limits)
+def test_no_sequence_exceeds_its_limits(records: list[Record], options: dict[str, Any]) -> None:
+    for sequence in pack(records, **options)[0]:
+        assert 1 <= sequence.num_tokens <= options["max_length"]
+        assert options["max_images"] is None or sequence.num_images <= options["max_images"]
+
+
+@given(records=streams, options=limits)
+def test_every_record_lands_once_or_is_reported(
+    records: list[Record], options: dict[str, Any]
+) -> None:
+    sequences, reports = pack(records, **options)
+    ends: dict[int, int] = {}
+    for sequence in sequences:
+        for piece in sequence.pieces:
+            row = piece.record.ref.row
+            assert piece.start == ends.get(row, 0) < piece.stop  # in order, nothing twice
+            ends[row] = piece.stop
+    reasons = dict((row, reason) for reason, row in reports)
+    assert len(reasons) == len(reports)
+    for item in records:
+        row = item.ref.row
+        if row not in reasons:
+            assert ends[row] == item.num_tokens
+        elif reasons[row] == "truncated":
+            assert 0 < ends[row] < item.num_tokens
+            assert options["overlong"] == "truncate"
+        else:
+            assert row not in ends
+
+
+@given(records=streams, options=limits)
+def test_an_image_is_never_cut(records: list[Record], options: dict[str, Any]) -> None:
+    for sequence in pack(records, **options)[0]:
+        for piece in sequence.pieces:
+            for start, stop in piece.record.uncut:
+                assert (
+                    stop <= piece.start
+                    or piece.stop <= start
+                    or (piece.start <= start and stop <= piece.stop)
+                )
+
+
+@given(records=streams, options=limits)
+def test_pieces_keep_the_order_of_arrival(records: list[Record], options: dict[str, Any]) -> None:
+    for sequence in pack(records, **options)[0]:
+        rows = [piece.record.ref.row for piece in sequence.pieces]
+        assert rows == sorted(set(rows))
+
+
+@pytest.mark.parametrize("algorithm", ["best_fit", "wrap"])
+def test_packers_keep_the_contract_of_accumulators(algorithm: Any) -> None:
+    records = [record(i, 3 + i % 17, (5,) * (i % 3)) for i in range(100)]
+    config = PackConfig(max_length=64, algorithm=algorithm, max_images=5)
+    check_accumulator(lambda: make_packer(config), records)
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=50), max_length=st.integers(1, 40))
+def test_wrap_fills_every_sequence_but_the_last(lengths: list[int], max_length: int) -> None:
+    sequences, reports = pack(texts(lengths), max_length=max_length, algorithm="wrap")
+    assert not reports
+    sizes = [sequence.num_tokens for sequence in sequences]
+    full, rest = divmod(sum(lengths), max_length)
+    assert sizes == [max_length] * full + [rest] * (rest > 0)
+
+
+def test_wrap_moves_the_cut_before_an_image() -> None:
+    sequences, _ = pack([record(0, 5), record(1, 3, (6,))], max_length=10, algorithm="wrap")
+    cuts = [[(p.record.ref.row, p.start, p.stop) for p in s.pieces] for s in sequences]
+    assert cuts == [[(0, 0, 5)], [(1, 0, 10)], [(1, 10, 11)]]
+
+
+def test_wrap_applies_the_policy_to_an_image_that_no_sequence_holds() -> None:
+    wide = record(0, 3, (2, 30))
+    sequences, reports = pack([wide], max_length=16, algorithm="wrap")
+    assert (sequences, reports) == ([], [("overlong", 0)])
+    # What is left of it, an image alone, has nothing to train on.
+    assert pack([wide], max_length=16, algorithm="wrap", overlong="truncate")[1] == reports
+    before = wide._replace(trained=np.ones(wide.num_tokens, dtype=np.bool_))
+    sequences, reports = pack([before], max_length=16, algorithm="wrap", overlong="truncate")
+    assert [(p.start, p.stop) for p in sequences[0].pieces] == [(0, 4)]
+    assert reports == [("truncated", 0)]
+
+
+def test_truncating_takes_an_image_away_whole() -> None:
+    long = record(0, 2, (4, 4))._replace(trained=np.ones(14, dtype=np.bool_))
+    for max_length, stop in ((13, 13), (12, 12), (11, 6), (6, 6)):
+        sequences, reports = pack([long], max_length=max_length, overlong="truncate")
+        assert [(p.start, p.stop) for s in sequences for p in s.pieces] == [(0, stop)]
+        assert reports == [("truncated", 0)]
+    assert pack([long], max_length=5, overlong="truncate") == ([], [("overlong", 0)])
+
+
+def test_a_truncated_record_without_loss_is_dropped() -> None:
+    prompt = record(0, 30, trained=False)
+    assert pack([prompt], max_length=16, overlong="truncate") == ([], [("overlong", 0)])
+    planned = prompt._replace(trained=np.empty(0, dtype=np.bool_))  # from an index: not known yet
+    assert pack([planned], max_length=16, overlong="truncate")[1] == [("truncated", 0)]
+
+
+def test_pck_01_overlong_documents_are_split_cut_or_dropped_as_declared() -> None:
+    case = json.loads((CASES / "PCK-01" / "token_lengths.json").read_text())
+    records, size = texts(case["docs"]), case["seq_len"]
+    overlong = [row for row, length in enumerate(case["docs"]) if length > size]
+
+    sequences, reports = pack(records, max_length=size)
+    assert reports == [("overlong", row) for row in overlong]
+    assert sorted(s.num_tokens for s in sequences) == [12, 32, 32]
+
+    sequences, reports = pack(records, max_length=size, overlong="truncate")
+    assert reports == [("truncated", row) for row in overlong]
+    assert sum(s.num_tokens for s in sequences) == sum(min(n, size) for n in case["docs"])
+
+    sequences, reports = pack(records, max_length=size, algorithm="wrap")
+    assert not reports
+    assert sum(s.num_tokens for s in sequences) == sum(case["docs"])
+
+
+def test_pck_09_images_are_part_of_the_packing_cost() -> None:
+    records = [record(0, 1, (1, 1, 1)), record(1, 1, (1, 1)), record(2, 1, (1,) * 5)]
+    sequences, reports = pack(records, max_length=100, max_images=4)
+    assert [s.num_images for s in sequences] == [3, 2]
+    assert reports == [("too_many_images", 2)]
+
+
+def offline(lengths: list[int], max_length: int) -> int:
+    """Sequences that best-fit-decreasing needs when it knows all lengths."""
+    free: list[int] = []
+    count = 0
+    for length in sorted(lengths, reverse=True):
+        at = bisect_left(free, length)
+        count += at == len(free)
+        insort(free, (free.pop(at) if at < len(free) else max_length) - length)
+    return count
+
+
+def log_uniform(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.exp(rng.uniform(np.log(40), np.log(3000), count)).astype(int)
+
+
+def uniform(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(40, 3000, count)
+
+
+def captioned_images(rng: np.random.Generator, count: int) -> np.ndarray:
+    return 731 + rng.integers(20, 121, count)
+
+
+def images_and_text(rng: np.random.Generator, count: int) -> np.ndarray:
+    images = 731 * rng.integers(1, 5, count) + rng.integers(20, 400, count)
+    return np.where(rng.random(count) < 0.5, images, log_uniform(rng, count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [log_uniform, uniform, captioned_images, images_and_text])
+def test_streaming_is_nearly_as_tight_as_knowing_all_lengths(draw: Callable[..., Any]) -> None:
+    needed = used = 0
+    for seed in range(4):
+        lengths = draw(np.random.default_rng(seed), 2048).tolist()
+        needed += offline(lengths, 4096)
+        used += len(pack(texts(lengths), max_length=4096)[0])
+    assert needed / used >= 0.995
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [log_uniform, uniform, images_and_text])
+def test_flushing_every_2048_records_costs_at_most_0_3_percent(draw: Callable[..., Any]) -> None:
+    lengths = draw(np.random.default_rng(7), 8 * 2048).tolist()
+    windows = [lengths[i : i + 2048] for i in range(0, len(lengths), 2048)]
+    used = sum(len(pack(texts(window), max_length=4096)[0]) for window in windows)
+    assert len(pack(texts(lengths), max_length=4096)[0]) / used >= 0.997
+
+
+def test_the_first_sequence_does_not_wait_for_the_lookahead() -> None:
+    packer = make_packer(PackConfig(max_length=4096, lookahead=512))
+    records = texts(log_uniform(np.random.default_rng(0), 512).tolist())
+    first = next(i for i, item in enumerate(records) if packer.push(item))
+    assert first <= 64
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"lookahead": 0}, "lookahead must be at least 1"),
+        ({"max_images": -1}, "max_images must be None or >= 0"),
+        ({"algorithm": "worst_fit"}, "algorithm must be best_fit or wrap, got 'worst_fit'"),
+        ({"overlong": "keep"}, "overlong must be drop or truncate, got 'keep'"),
+    ],
+)
+def test_a_config_that_cannot_work_is_named(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        PackConfig(**{"max_length": 8, **options})
