@@ -210,7 +210,11 @@ def _write_webdataset(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     """Write the columns that Hugging Face image data sets have."""
     table = [
-        {"key": row["__key__"], "image": {"bytes": row["jpg"], "path": None}, "text": row["txt"]}
+        {
+            "key": row["__key__"],
+            "image": {"bytes": row["jpg"], "path": row["__key__"] + ".jpg"},
+            "text": row["txt"],
+        }
         for row in rows
     ]
     pq.write_table(pa.Table.from_pylist(table), path.with_suffix(".parquet"), row_group_size=100)

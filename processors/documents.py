@@ -91,7 +91,7 @@ def to_document(
     """
     if callable(schema):
         return _from_function(schema, sample)
-    name = schema if schema is not None else schema_of(_fields(sample))
+    name = schema if schema is not None else schema_of(fields_of(sample))
     if name not in _BUILDERS:
         raise ConfigError(
             f"schema={name!r} is unknown, expected one of {get_args(SchemaName)} or a function"
@@ -220,7 +220,7 @@ def _find(sample: Sample, names: Iterable[str]) -> Any:
     return _find(member, names) if isinstance(member, Mapping) else None
 
 
-def _fields(sample: Sample) -> set[str]:
+def fields_of(sample: Sample) -> set[str]:
     """Return the field names, with those of a parsed `json` member where the sample has no text."""
     names = set(sample)
     member = sample.get("json")

@@ -33,13 +33,12 @@ NAMES = {
         "ZephonError",
     ],
     "zephon_mm.io": ["Dataset"],
-    "zephon_mm.processors": ["NaFlexProcessor", "SigLIPProcessor"],
+    "zephon_mm.processors": ["SigLIPProcessor"],
     "zephon_mm.work": ["StaticMixtureWorkSource", "TokenEstimation"],
 }
 
 # What `Pipeline.options` takes, each a field of `Options`.
 OPTIONS = [
-    "balance",
     "canonical_replicas",
     "chunk_size",
     "dp_degree",

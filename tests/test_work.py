@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,26 @@ def test_it_keeps_the_contract_of_work_sources(options: dict[str, Any]) -> None:
     data = [Rows("a", [30, 0, 7]), Rows("b", [11])]
     check_work_source(source(*data, weights=[3, 1], **options))
     check_work_source(source(*data, stop="all_exhausted", **options), num_lanes=8)
+
+
+def test_threads_that_share_a_source_get_what_each_would_alone() -> None:
+    data = [Rows("a", [300] * 3), Rows("b", [70])]
+
+    def read(lane: int) -> list[tuple[int, int, int]]:
+        return lane_refs(shared, lane % 8, 8, chunk_size=16, limit=300)
+
+    shared = source(*data, shuffle_block_rows=16)
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(read, range(32)))
+    shared = source(*data, shuffle_block_rows=16)
+    assert together == [read(lane) for lane in range(32)]
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    # Pinned: a change here changes the data order of every run that resumes with this version.
+    work = source(Rows("a", [40, 60]), Rows("b", [30]), weights=[3, 1])
+    expected = [(1, 0, 23), (1, 0, 29), (0, 1, 39), (0, 1, 36), (0, 1, 56), (0, 1, 59)]
+    assert lane_refs(work, 1, 3, chunk_size=6, limit=6) == expected
 
 
 def test_the_natural_order_is_kept_without_shuffling() -> None:

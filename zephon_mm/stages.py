@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from zephon_mm.engine.tasks import Context
+from zephon_mm.engine.tasks import Context, detect_schema
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.interleave import Interleave
@@ -175,14 +175,16 @@ class Stages:
         """Return what the workers need, without memory."""
         stage = self.interleave
         assert stage is not None
-        context = Context(
+        return Context(
             datasets=tuple(datasets),
+            schemas=tuple(
+                stage.document if isinstance(stage, Tokenize) else detect_schema(d)
+                for d in datasets
+            ),
             operators=tuple(document.operator for document in self.documents),
             interleave=stage,
+            image_processor=None if isinstance(stage, Tokenize) else stage.image_processor,
         )
-        if isinstance(stage, Tokenize):
-            return replace(context, sample_to_document=stage.document)
-        return replace(context, image_processor=stage.image_processor)
 
     def accumulators(
         self, lane: int, window: int, report: Report

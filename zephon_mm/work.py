@@ -90,8 +90,7 @@ class StaticMixtureWorkSource:
         if shuffle_block_rows < 1:
             raise ConfigError(f"shuffle_block_rows must be at least 1, got {shuffle_block_rows}")
         self._datasets = [dataset for dataset in datasets if weights[dataset.name] > 0]
-        self._weights = np.array([weights[dataset.name] for dataset in self._datasets])
-        self._weights /= self._weights.sum()
+        self._weights = _normalized([weights[dataset.name] for dataset in self._datasets])
         self._shares = self._weights
         self._seed = seed
         self._estimation = token_estimation
@@ -215,8 +214,8 @@ class StaticMixtureWorkSource:
                 "Measure again with estimate()."
             )
         source = copy.copy(self)
-        shares = self._weights / np.array([per_row[name] for name in names])
-        source._shares = shares / shares.sum()
+        pairs = zip(self._weights.tolist(), names, strict=True)
+        source._shares = _normalized([weight / per_row[name] for weight, name in pairs])
         source._constants = constants
         return source
 
@@ -379,11 +378,18 @@ def _locate(rows: Rows, shards: Rows, ends: Rows) -> Rows:
 
 def _draw(stream: Stream, shares: NDArray[np.float64], count: int) -> Rows:
     """Return `count` dataset numbers in random order, each share exact to within one."""
-    ends = np.cumsum(shares / shares.sum())
+    ends = np.cumsum(shares)
+    ends /= ends[-1]  # not shares.sum(), whose rounding may depend on the CPU
     points = (np.arange(count) + stream.uniform(1)[0]) / count
     last = int(np.flatnonzero(shares)[-1])
     choice = np.minimum(np.searchsorted(ends, points, side="right"), last)
     return np.asarray(choice[stream.permutation(count)], dtype=np.int64)
+
+
+def _normalized(weights: list[float]) -> NDArray[np.float64]:
+    """Return weights that add up to 1, rounded alike on every CPU."""
+    total = math.fsum(weights)
+    return np.array([weight / total for weight in weights])
 
 
 def _affordable(choice: Rows, left: Rows) -> int:

@@ -131,6 +131,20 @@ def test_every_way_to_name_a_tokenizer_gives_the_same(tmp_path: Path) -> None:
     assert len({tuple(tokenizer.encode(make.TEXT[1])) for tokenizer in loaded}) == 1
 
 
+@pytest.mark.slow
+def test_what_has_no_tokenizer_json_is_loaded_through_transformers(tmp_path: Path) -> None:
+    plain = make.byte_level_bpe()
+    plain.model.save(str(tmp_path))  # vocab.json and merges.txt, as GPT-2 has them
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = TextTokenizer.load(tmp_path)
+    assert tokenizer.eos_id == plain.token_to_id("<|endoftext|>")
+    assert tokenizer.encode(make.TEXT[0]) == plain.encode(make.TEXT[0]).ids
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a folder with"):
+        TextTokenizer.load(tmp_path / "empty")
+
+
 def test_other_contents_or_control_tokens_give_another_fingerprint() -> None:
     base = LOADED["byte_level_bpe"].fingerprint()
     grown = make.byte_level_bpe()

@@ -16,18 +16,21 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.errors import SampleError
+from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.io import Dataset, read_blob
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
-from zephon_mm.processors.documents import to_document
+from zephon_mm.processors.documents import Schema, fields_of, schema_of, to_document
 from zephon_mm.protocols import ImageProcessor, Sample
 from zephon_mm.records import Blob, Document, Record, SampleRef, Skip
 from zephon_mm.shm.arena import Arena
 
 RETRY_DELAYS_S = (0.05, 0.5, 2.0)
 """Waits between tries after an OSError: long enough for a hiccup of a network file system."""
+
+DETECTED_SHARDS, DETECTED_ROWS = 4, 32
+"""How much of a dataset is looked at to tell its schema."""
 
 T = TypeVar("T")
 
@@ -36,14 +39,14 @@ T = TypeVar("T")
 class Context:
     """All that a worker needs, sent to it once.
 
-    `sample_to_document`, when set, replaces the dataset's schema.
+    `schemas` says how the samples of each dataset become documents.
     """
 
     datasets: tuple[Dataset, ...]
+    schemas: tuple[Schema, ...]
     operators: tuple[DocumentOp, ...]
     interleave: Interleave | Tokenize
     image_processor: ImageProcessor | None = None
-    sample_to_document: Callable[[Sample], Document] | None = None
     arena: Arena | None = None
 
 
@@ -61,6 +64,29 @@ class Failure(NamedTuple):
 
     reason: str
     message: str
+
+
+def detect_schema(dataset: Dataset) -> Schema:
+    """Return a dataset's schema: as given, or as the fields of its first rows tell.
+
+    The fields of several rows are taken together, because a sample that lacks its image must not
+    pass for a text.
+
+    Raises:
+        ConfigError: The fields tell no schema.
+    """
+    if dataset.schema is not None:
+        return dataset.schema  # type: ignore[return-value]  # a name is checked when used
+    fields: set[str] = set()
+    for number, shard in enumerate(dataset.shards[:DETECTED_SHARDS]):
+        rows = range(min(shard.num_rows, DETECTED_ROWS))
+        for sample in dataset.reader.read(number, rows):
+            if not isinstance(sample, SampleError):
+                fields |= fields_of(sample)
+    try:
+        return schema_of(fields)
+    except SampleError as error:
+        raise ConfigError(f"dataset {dataset.name!r} ({dataset.path}): {error.message}") from error
 
 
 def measure(context: Context, refs: Iterable[Sequence[int]]) -> list[Record | Skip]:
@@ -89,7 +115,7 @@ def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> R
     dataset = context.datasets[ref.dataset]
     name = dataset.row_name(ref.shard, ref.row)
     try:
-        document = _document(context, dataset, sample)
+        document = _document(context, ref.dataset, sample)
         if document is None:
             return Skip(ref, "filtered", f"{name}: dropped by the user", False)
 
@@ -104,14 +130,10 @@ def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> R
         raise
 
 
-def _document(context: Context, dataset: Dataset, sample: Sample | SampleError) -> Document | None:
+def _document(context: Context, number: int, sample: Sample | SampleError) -> Document | None:
     if isinstance(sample, SampleError):
         raise sample
-    document: Document | None
-    if context.sample_to_document is not None:
-        document = context.sample_to_document(sample)
-    else:
-        document = to_document(sample, dataset.schema, dataset.missing)
+    document = to_document(sample, context.schemas[number], context.datasets[number].missing)
     for operator in context.operators:
         if document is None:
             break

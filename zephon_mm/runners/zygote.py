@@ -20,7 +20,6 @@ Imports: nothing else. Used by: launcher, which runs it.
 """
 
 import ctypes
-import faulthandler
 import gc
 import importlib
 import json
@@ -70,6 +69,7 @@ def main(text: str) -> None:
     """Run the zygote until the trainer says stop, hangs up or dies."""
     boot = Boot(**json.loads(text))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would lose exit codes
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -93,9 +93,8 @@ def main(text: str) -> None:
 
 def _load(boot: Boot) -> Any:
     """Import what the workers share and return the context."""
-    # A boot that hangs must not outlive the trainer: this prints where it hangs, and ends it.
-    if sys.stderr is not None:  # closed in a daemon
-        faulthandler.dump_traceback_later(_BOOT_TIMEOUT_S, exit=True)
+    # A boot that hangs must not outlive the trainer for ever: the alarm ends it.
+    signal.alarm(_BOOT_TIMEOUT_S)
     for name in boot.preload:
         importlib.import_module(name)
     with mmap.mmap(boot.context, 0, prot=mmap.PROT_READ) as data:
@@ -103,7 +102,7 @@ def _load(boot: Boot) -> Any:
     os.close(boot.context)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-    faulthandler.cancel_dump_traceback_later()
+    signal.alarm(0)
     threads = sorted(_thread_names())
     if len(threads) > 1 and sys.stderr is not None:
         sys.stderr.write(
