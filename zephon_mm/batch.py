@@ -250,19 +250,20 @@ class Assembly:
         image_processor: ImageProcessor | None,
     ) -> Batch:
         """Return the finished batch: views of the arrays and small tensors of its own."""
-        valid = torch.ones(len(self.images), dtype=torch.bool)
-        valid[list(invalid)] = False
+        valid = np.ones(len(self.images), dtype=np.bool_)
+        for image in invalid:
+            valid[image] = False
         named = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        index = torch.tensor(self.image_index, dtype=torch.int64).reshape(-1, 3)
+        index = np.array(self.image_index, dtype=np.int64).reshape(-1, 3)
         return Batch(
             **named,
             cu_seqlens=torch.from_numpy(self.cu_seqlens),
-            max_seqlen=int(np.diff(self.cu_seqlens).max()),
-            image_index=index,
-            image_valid=valid,
-            sequence_ids=torch.tensor(numbers, dtype=torch.int64),
+            max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),
+            image_index=torch.from_numpy(index),
+            image_valid=torch.from_numpy(valid),
+            sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
             keys=keys,
-            num_valid_tokens=int((arrays["labels"] != IGNORE).sum()),
+            num_valid_tokens=int(np.count_nonzero(arrays["labels"] != IGNORE)),
             delivered=delivered,
             image_processor=image_processor,
         )

@@ -22,6 +22,9 @@ from zephon_mm.protocols import Accumulator, ImageProcessor
 from zephon_mm.records import Record
 from zephon_mm.stages import ShuffleStage, Stages
 
+KEPT_BATCHES = 1024
+"""How many batches `checkpoint(after=batch)` can go back."""
+
 
 def topology_of(options: Options, batching: tuple[int, int | None]) -> Topology:
     """Return who materializes what; a step without a global batch size is dp * B sequences."""
@@ -118,6 +121,7 @@ def compile_engine(
         chunks_per_window=options.flush_every_k_chunks,
         max_error_rate=options.max_error_rate,
         barren_records=total // options.canonical_replicas + options.window_samples,
+        remembered=(KEPT_BATCHES + options.prefetch_batches) * topology.group_size,
         task_rows=options.task_rows,
     )
     return EngineConfig(

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from zephon_mm.batch import Batch
 from zephon_mm.checkpoint import FORMAT, check_fingerprint, check_format, gather_checkpoint
 from zephon_mm.compiled import (
+    KEPT_BATCHES,
     compile_engine,
     fingerprint,
     topology_of,
@@ -56,9 +57,6 @@ from zephon_mm.stages import (
     user_stage,
 )
 
-KEPT_POSITIONS = 1024
-"""Batches that `checkpoint(after=batch)` can go back."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
@@ -89,7 +87,7 @@ class Pipeline:
         self._metrics = Metrics()
         self._start = Start()
         self._position = Position(0, 0, None)
-        self._recent: deque[Position] = deque(maxlen=KEPT_POSITIONS)
+        self._recent: deque[Position] = deque(maxlen=KEPT_BATCHES)
         self._closed = False
         self._driver: Driver | None = None
         self._iterator: Callable[[], _Batches | None] = lambda: None
@@ -433,7 +431,7 @@ class Pipeline:
                 return position
         raise CheckpointError(
             f"checkpoint(after=batch): the batch that ends at sequence {batch.delivered} is not "
-            f"among the last {KEPT_POSITIONS} that this pipeline delivered"
+            f"among the last {KEPT_BATCHES} that this pipeline delivered"
         )
 
     def _cursors(self, at: Position) -> Mapping[int, Cursor]:

@@ -97,7 +97,7 @@ class ImageProcessor(Protocol):
 class Accumulator(Protocol[In, Out]):
     """A serial operator that sees metadata only. Newly made for every lane and window."""
 
-    def push(self, item: In) -> Iterable[Out]:
+    def push(self, item: In, /) -> Iterable[Out]:
         """Take one item; return what it completes, usually nothing."""
         ...
 

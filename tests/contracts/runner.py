@@ -2,7 +2,8 @@
 
 class TestMyRunner(RunnerContract):
     @pytest.fixture(scope="class")
-    def make(self):
+    @classmethod
+    def make(cls):
         return lambda context: MyRunner(context, workers=2)
 """
 
@@ -59,7 +60,8 @@ class RunnerContract:
     """Subclasses give a class-scoped fixture `make`: a runner with the given context."""
 
     @pytest.fixture(scope="class")
-    def runner(self, make: Make) -> Iterator[Runner]:
+    @classmethod
+    def runner(cls, make: Make) -> Iterator[Runner]:
         runner = make(CONTEXT)
         yield runner
         runner.shutdown()

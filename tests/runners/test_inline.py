@@ -8,7 +8,8 @@ from zephon_mm.runners.inline import InlineRunner
 
 class TestInlineRunner(RunnerContract):
     @pytest.fixture(scope="class")
-    def make(self) -> Make:
+    @classmethod
+    def make(cls) -> Make:
         return InlineRunner
 
 

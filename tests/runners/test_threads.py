@@ -13,7 +13,8 @@ from zephon_mm.runners.threads import ThreadRunner
 
 class TestThreadRunner(RunnerContract):
     @pytest.fixture(scope="class")
-    def make(self) -> Make:
+    @classmethod
+    def make(cls) -> Make:
         return lambda context: ThreadRunner(context, workers=3)
 
 

@@ -17,6 +17,7 @@ Imports: engine.planner, engine.tasks, engine.schedule, batch, shm, runners. Use
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from zephon_mm.engine.pending import Arrays, Pending, image_jobs, sequence_keys,
 from zephon_mm.engine.planner import Group, Planner, Position, Start
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Context, materialize, measure, poisoned_image
-from zephon_mm.errors import DataQualityError
+from zephon_mm.errors import DataQualityError, RunnerError
 from zephon_mm.metrics import Metrics
 from zephon_mm.runners import make_runner
 from zephon_mm.shm.arena import Arena
@@ -96,8 +97,9 @@ class Driver:
         self._ready: SimpleQueue[Pending | BaseException | None] = SimpleQueue()
         self._planned = self._taken = 0
         self._images_seen = self._images_bad = 0
-        self._closed = False
-        self._warned = False
+        self._closed = self._warned = False
+        self._failed = ""  # what stopped the run, once the consumer was told
+        self._pid = os.getpid()
         self._arena = Arena(config.memory_budget_bytes, on_release=self._wake)
         self._runner = make_runner(
             config.runner,
@@ -129,18 +131,30 @@ class Driver:
             DataQualityError: More images are defective than `max_error_rate` allows.
             Exception: What stopped the driver or a worker, with its traceback.
         """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this pipeline belongs to the process that iterated it first, and this is a fork "
+                "of that process; build the pipeline after forking"
+            )
+        if self._failed:
+            raise RunnerError(f"the pipeline stopped earlier: {self._failed}")
+        try:
+            return self._next()
+        except Exception as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _next(self) -> tuple[Batch, Position] | None:
         began = time.perf_counter()
         item = self._ready.get()
+        if item is None:
+            self._ready.put(None)  # the end stays for whoever asks again
+            return None
         if not isinstance(item, Pending):
-            self._ready.put(item)  # the end, or the error, stays for whoever asks again
-            if item is None:
-                return None
             raise item
         item.ready.wait()
         self._metrics.add("wait_s", time.perf_counter() - began)
         if item.error is not None:
-            self._ready = SimpleQueue()
-            self._ready.put(item.error)
             raise item.error
         self._taken += 1
         self._wake()
@@ -153,6 +167,8 @@ class Driver:
         """Return the cursors of the lanes that this rank plans, at a delivered position."""
         request = _CursorRequest(at, Future())
         self._events.put(request)
+        if not self._thread.is_alive():
+            self._refuse_requests()
         return request.answer.result()
 
     def stats(self) -> dict[str, float]:
@@ -165,14 +181,15 @@ class Driver:
 
     def close(self) -> None:
         """Stop the thread and the workers. Batches that were delivered stay valid."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._events.put(_Close())
         self._queue.close()
         self._runner.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
-        self._ready.put(RuntimeError("the pipeline was closed"))
+        self._refuse_requests()
+        self._ready.put(RunnerError("the pipeline was closed"))
         self._arena.close()
 
     # The driver's thread.
@@ -219,9 +236,18 @@ class Driver:
         if isinstance(event, _CursorRequest):
             try:
                 event.answer.set_result(self._planner.cursors(event.at))
-            except BaseException as error:
-                event.answer.set_exception(error)
+            except (_ClosedError, CancelledError):
+                event.answer.set_exception(RunnerError("the pipeline was closed"))
                 raise
+            except Exception as error:  # noqa: BLE001  raised where the cursors were asked for
+                event.answer.set_exception(error)
+
+    def _refuse_requests(self) -> None:
+        """Answer what came too late for the thread."""
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _CursorRequest):
+                event.answer.set_exception(RunnerError("the pipeline was closed"))
 
     def _submit(self, group: Group) -> Pending:
         """Lease a slab, submit the decoding, fill the tokens meanwhile."""

@@ -25,9 +25,6 @@ from zephon_mm.protocols import Accumulator, WorkSource
 from zephon_mm.records import Record, Skip, State
 from zephon_mm.records import Sequence as PackedSequence
 
-KEPT_WINDOWS = 64
-"""Starts of past windows that a lane remembers, for checkpoints of batches delivered earlier."""
-
 FIRST_SEEN = 1_000
 """`max_error_rate` allows its share of at least this many samples, so that one early defect
 does not stop a run."""
@@ -57,7 +54,8 @@ class LanePlan:
 
     `accumulators(lane, window)` makes the operators of one window. `max_error_rate` is the share of
     defective samples that is tolerated, 0 for none. `barren_records` is how many samples in a row
-    may give no sequence before that is an error.
+    may give no sequence before that is an error. `remembered` is how many sequences before the
+    next one a lane can still give a cursor of.
     """
 
     source: WorkSource
@@ -66,6 +64,7 @@ class LanePlan:
     chunks_per_window: int
     max_error_rate: float
     barren_records: int
+    remembered: int
     task_rows: int = 32
 
 
@@ -112,7 +111,8 @@ class Lane:
         self._keep_from = first
         self._outputs: deque[PackedSequence] = deque()
         self._seen = self._defects = self._barren = 0
-        self._windows: deque[_WindowStart] = deque(maxlen=KEPT_WINDOWS)
+        self._windows: deque[_WindowStart] = deque()
+        self._failed: BaseException | None = None
         self._begin_window(window, state)
 
     @property
@@ -132,26 +132,19 @@ class Lane:
             self._draw()
 
     def step(self) -> None:
-        """Take the oldest measured records, or the flush sentinel, through the accumulators."""
-        head = self._queue.popleft()
-        if isinstance(head, _WindowEnd):
-            self._emit(_flush(self._accumulators))
-            self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
-            return
-        self._tasks -= 1
-        for item in head.result():
-            self._seen += 1
-            self._barren += 1
-            if isinstance(item, Skip):
-                self._count_skip(item)
-            else:
-                self._emit(_push(self._accumulators, item))
-        if self._barren > self._plan.barren_records:
-            raise DataQualityError(
-                f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
-                f"gave no sequence. Skipped so far: {skips(self._metrics.snapshot())}. Check the "
-                "schema, the filters and max_length."
-            )
+        """Take the oldest measured records, or the flush sentinel, through the accumulators.
+
+        Raises:
+            DataQualityError: Too many samples are defective, or a full pass gave no sequence.
+            Exception: What a worker or a user's operator raised; the lane is unusable from then on.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._take_head()
+        except BaseException as error:
+            self._failed = error
+            raise
 
     def take(self, index: int) -> PackedSequence | None:
         """Return sequence `index` of the lane if it is planned; forget those before it."""
@@ -180,6 +173,27 @@ class Lane:
                 return Cursor(start.number, start.state, index - start.first)
         raise ValueError(f"lane {self.number} no longer remembers sequence {index}")
 
+    def _take_head(self) -> None:
+        head = self._queue.popleft()
+        if isinstance(head, _WindowEnd):
+            self._emit(_flush(self._accumulators))
+            self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
+            return
+        self._tasks -= 1
+        for item in head.result():
+            self._seen += 1
+            self._barren += 1
+            if isinstance(item, Skip):
+                self._count_skip(item)
+            else:
+                self._emit(_push(self._accumulators, item))
+        if self._barren > self._plan.barren_records:
+            raise DataQualityError(
+                f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
+                f"gave no sequence. Skipped so far: {skips(self._metrics.snapshot())}. Check the "
+                "schema, the filters and max_length."
+            )
+
     def _draw(self) -> None:
         chunk, self._state = self._plan.source.next(self._state, self._plan.chunk_size)
         if chunk is None:
@@ -199,7 +213,12 @@ class Lane:
 
     def _begin_window(self, number: int, state: State) -> None:
         self._accumulators = self._plan.accumulators(self.number, number)
+        if self._windows and self._windows[-1].first == self.emitted:
+            self._windows.pop()  # it gave nothing: no cursor names it
         self._windows.append(_WindowStart(number, state, self.emitted))
+        oldest = self._keep_from - self._plan.remembered
+        while len(self._windows) > 1 and self._windows[1].first <= oldest:
+            self._windows.popleft()
 
     def _emit(self, sequences: Iterable[PackedSequence]) -> None:
         for sequence in sequences:

@@ -3,12 +3,12 @@
 Imports: batch, engine.planner, engine.tasks. Used by: engine.driver.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.batch import Assembly, Batch
@@ -60,7 +60,7 @@ def image_jobs(
 ) -> list[ImageJob]:
     """Return where each image of a batch goes; `base` is the slab's offset in the arena, or -1."""
     field = assembly.layout.fields["pixel_values"]
-    size = int(np.prod(field.shape[1:]))
+    size = math.prod(field.shape[1:])
     refs = [
         piece.record.ref
         for sequence in sequences

@@ -16,8 +16,8 @@ from zephon_mm.engine.lanes import Cursor, Lane, LanePlan
 from zephon_mm.engine.order import Round, Topology, delivered_of_lane
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import measure, poisoned_sample
-from zephon_mm.errors import CheckpointError
-from zephon_mm.metrics import Metrics
+from zephon_mm.errors import CheckpointError, DataQualityError
+from zephon_mm.metrics import Metrics, skips
 from zephon_mm.records import Sequence as PackedSequence
 
 Wait = Callable[["Future[Any]"], None]
@@ -146,6 +146,8 @@ class Planner:
         group_size = self._topology.group_size
         while True:
             left = step_size - delivered % step_size
+            if left % group_size:  # only without a global batch size: steps count from the start
+                left = step_size
             step: list[PackedSequence] = []
             positions = []
             for lane in turns:
@@ -162,12 +164,21 @@ class Planner:
                     break
             if len(step) < left:
                 self._metrics.add("leftover_sequences", len(step))
+                if delivered == 0:
+                    raise self._too_few(len(step))
                 return
             for after in positions:
                 numbers = self._topology.numbers(after.delivered - group_size)
                 rows = [step[number - delivered] for number in numbers]
                 yield Group(rows, list(numbers), after)
             delivered += left
+
+    def _too_few(self, found: int) -> DataQualityError:
+        return DataQualityError(
+            f"a full pass gives {found} sequences, a step needs "
+            f"{self._topology.global_batch_size}. Skipped: {skips(self._metrics.snapshot())}. "
+            "Lower global_batch_size or max_length, or check the schema and the filters."
+        )
 
     def _sequence(self, lane: int, index: int) -> PackedSequence:
         sequence = self._planned(self._lane(lane), index)

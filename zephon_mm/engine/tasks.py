@@ -7,6 +7,7 @@ again here, then raised with the sample's name: it never becomes a result.
 Imports: io, ops, processors.documents, records. Used by: engine.planner, engine.driver.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _materialize(context: Context, job: ImageJob) -> Failure | NDArray[np.uint8]
             out = np.empty(job.shape, dtype=np.uint8)
             context.image_processor.write(encoded, out)
             return out
-        size = int(np.prod(job.shape))
+        size = math.prod(job.shape)
         out = context.arena.view(job.offset, size).reshape(job.shape)
         context.image_processor.write(encoded, out)
     except SampleError as error:

@@ -35,13 +35,7 @@ class Manager:
         max_attempts: Workers that may die from outside under one task before it is lost.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        *,
-        task_timeout_s: float,
-        max_attempts: int,
-    ) -> None:
+    def __init__(self, setup: Setup, *, task_timeout_s: float, max_attempts: int) -> None:
         self.pid = os.getpid()
         self.tasks_done = self.task_retries = self.worker_restarts = 0
         self.inbox = Inbox()

@@ -3,6 +3,7 @@
 Imports: nothing from the package. Used by: engine.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,14 +35,14 @@ class Layout:
             offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
             kind = np.dtype(dtype)
             self.fields[name] = Field(offset, shape, kind)
-            end = offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            end = offset + math.prod(shape) * kind.itemsize
         self.num_bytes = end
 
     def views(self, slab: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
         """Return the arrays as views of a slab of at least `num_bytes` uint8."""
         arrays = {}
         for name, field in self.fields.items():
-            count = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
+            count = math.prod(field.shape) * field.dtype.itemsize
             flat = slab[field.offset : field.offset + count]
             arrays[name] = flat.view(field.dtype).reshape(field.shape)
         return arrays

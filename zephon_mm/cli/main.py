@@ -1,0 +1,69 @@
+"""`zephon-mm`: finds the command, runs it, turns errors into messages.
+
+Exit status: 0 success, 1 a check failed, 2 the user's settings or data cannot work.
+
+Imports: errors; the module of the chosen command, and no other. Used by: the console script.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from zephon_mm.errors import ZephonError
+
+# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is
+# imported when it is chosen: `zephon-mm --help` need not wait for matplotlib or transformers.
+COMMANDS = {
+    "demo": "make a data set, train a tiny model on it, resume on 1, 2, 3, 4 ranks",
+    "plan": "show the next sequences of a recipe without decoding an image",
+    "verify": "prove that a recipe gives the same data on every topology and runner",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status.
+
+    Args:
+        argv: The arguments after the program's name; None takes those of the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(words).parse_args(words)
+    try:
+        status: int = arguments.run(arguments)
+    except ZephonError as error:
+        if arguments.debug:
+            raise
+        print(f"zephon-mm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zephon-mm",
+        description="Elastic, deterministic data loading for vision-language models.",
+        epilog="`zephon-mm COMMAND --help` explains a command. Start with `zephon-mm demo`.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        if name == chosen:
+            module = import_module(f"zephon_mm.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""`zephon-mm plan RECIPE`: the next sequences of the global order, as a table.
+
+Imports: recipe. Used by: cli.main.
+"""
+
+import argparse
+
+from zephon_mm.recipe import load_recipe
+
+MOST_KEYS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("recipe", help="a TOML file, such as configs/demo.toml")
+    parser.add_argument("-n", type=int, default=8, metavar="COUNT", help="sequences to show")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; return the exit status."""
+    print(f"{'number':>6}  {'tokens':>6}  {'images':>6}  samples")
+    pipeline = load_recipe(arguments.recipe).pipeline()
+    for planned in pipeline.plan(arguments.n):
+        more = len(planned.keys) - MOST_KEYS
+        keys = ", ".join(planned.keys[:MOST_KEYS]) + (f" and {more} more" if more > 0 else "")
+        print(f"{planned.number:>6}  {planned.num_tokens:>6}  {planned.num_images:>6}  {keys}")
+    return 0

@@ -1,0 +1,265 @@
+"""`zephon-mm verify RECIPE`: the same sequences on every topology and runner, or which differs.
+
+The reference is one rank, inline, one sequence a batch. Every combination is run with all its
+ranks, one after another in this process; the sha256 of each row, and so of each step, must be the
+reference's. With `--resume` a combination delivers the first half of the steps, and the next one
+goes on from its checkpoint.
+
+Cost: each combination loads, decodes and hashes all sequences once.
+
+Imports: batch, checkpoint, errors, recipe. Used by: cli.main, cli.demo.
+"""
+
+import argparse
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, product
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from zephon_mm.batch import Batch, step_sha256
+from zephon_mm.checkpoint import merge_checkpoints
+from zephon_mm.errors import ConfigError
+from zephon_mm.options import RUNNERS
+from zephon_mm.recipe import Recipe, load_recipe
+
+State = dict[str, Any]
+Advance = Callable[[int], object]
+
+
+class Combination(NamedTuple):
+    """How a run is spread: ranks, sequences a batch, runner."""
+
+    dp_degree: int
+    microbatch_size: int
+    runner: str
+
+
+REFERENCE = Combination(1, 1, "inline")
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What a run delivered: the digest and the samples of each row, by sequence number."""
+
+    digests: dict[int, str] = field(default_factory=dict)
+    keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def add(self, batch: Batch) -> None:
+        """Take the rows of a batch."""
+        numbers = batch.sequence_ids.tolist()
+        self.digests.update(zip(numbers, batch.row_sha256(), strict=True))
+        self.keys.update(zip(numbers, batch.keys, strict=True))
+
+    def step(self, number: int, step_size: int) -> str:
+        """Return the digest of a step of `step_size` rows; of those that there are."""
+        wanted = range(number * step_size, (number + 1) * step_size)
+        return step_sha256({n: self.digests[n] for n in wanted if n in self.digests})
+
+
+class Run(NamedTuple):
+    """A recipe in one combination, for a number of steps of `step_size` sequences."""
+
+    recipe: Recipe
+    combination: Combination
+    step_size: int
+    workers: int | None
+
+    def deliver(
+        self, steps: int, into: Delivered, *, start: State | None = None, advance: Advance
+    ) -> State:
+        """Run all ranks for `steps` steps; return the merged checkpoint, through JSON.
+
+        Args:
+            steps: How many; a finite recipe may end earlier.
+            into: Receives the rows.
+            start: A checkpoint to go on from.
+            advance: Called with the number of rows after each batch.
+        """
+        dp, size, _ = self.combination
+        parts = []
+        for rank in range(dp):
+            with self._pipeline(rank) as pipeline:
+                if start is not None:
+                    pipeline.restore(start)
+                for batch in islice(pipeline, steps * self.step_size // (dp * size)):
+                    into.add(batch)
+                    advance(len(batch.keys))
+                parts.append(pipeline.checkpoint())
+        merged: State = json.loads(json.dumps(merge_checkpoints(parts)))
+        return merged
+
+    def _pipeline(self, rank: int) -> Any:
+        more = {} if self.workers is None else {"workers": self.workers}
+        pipeline = self.recipe.pipeline(
+            microbatch_size=self.combination.microbatch_size,
+            global_batch_size=self.step_size,
+            dp_degree=self.combination.dp_degree,
+            dp_rank=rank,
+            runner=self.combination.runner,
+            prefetch_batches=2,  # what is prefetched at the end is work for nothing
+            **more,
+        )
+        with warnings.catch_warnings():  # that a topology is awkward is the point here
+            warnings.filterwarnings("ignore", message=".*measure each sample")
+            iter(pipeline)
+        return pipeline
+
+
+def first_difference(expected: Delivered, found: Delivered, step_size: int) -> str | None:
+    """Return where two runs differ first, in the global order; None if they are equal."""
+    for number in sorted(expected.digests.keys() | found.digests.keys()):
+        if expected.digests.get(number) == found.digests.get(number):
+            continue
+        step, row = divmod(number, step_size)
+        return (
+            f"step {step}, row {row} (sequence {number}): expected {_named(expected, number)}, "
+            f"got {_named(found, number)}"
+        )
+    return None
+
+
+def _named(run: Delivered, number: int) -> str:
+    if number not in run.digests:
+        return "nothing"
+    return f"{run.digests[number][:16]} of {', '.join(run.keys[number])}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("recipe", help="a TOML file, such as configs/demo.toml")
+    parser.add_argument("--dp", type=_numbers, default="1,2,3,4", help="data-parallel degrees")
+    parser.add_argument("--microbatch", type=_numbers, default="1,2", help="sequences a batch")
+    parser.add_argument("--runner", type=_runners, default=",".join(RUNNERS), help="runners")
+    parser.add_argument("--steps", type=_positive, default=8, help="steps to compare")
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        help="threads or processes of a runner; without, as in the recipe",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="hand over to the next combination, by a checkpoint, half way through",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare all combinations; return 0 if all are equal, else 1."""
+    recipe = load_recipe(arguments.recipe)
+    wanted = [
+        Combination(*one) for one in product(arguments.dp, arguments.microbatch, arguments.runner)
+    ]
+    step_size = _step_size(recipe, wanted)
+    possible = [one for one in wanted if step_size % (one.dp_degree * one.microbatch_size) == 0]
+    if not possible:
+        raise ConfigError(
+            f"no dp * microbatch divides global_batch_size = {step_size}: choose others, or change "
+            f"[batch] of {arguments.recipe}"
+        )
+    rows = step_size * arguments.steps
+    with tqdm(
+        total=rows * (len(possible) + 1), unit="rows", desc="verify", leave=False, mininterval=0.5
+    ) as bar:
+        expected = Delivered()
+        Run(recipe, REFERENCE, step_size, arguments.workers).deliver(
+            arguments.steps, expected, advance=bar.update
+        )
+        compare = _resumed if arguments.resume and arguments.steps > 1 else _straight
+        found = compare(arguments, recipe, possible, step_size, bar.update)
+    return _report(wanted, found, expected, step_size, arguments.steps)
+
+
+def _step_size(recipe: Recipe, combinations: Sequence[Combination]) -> int:
+    """Return the recipe's N; without one, the least that every combination divides."""
+    least = math.lcm(*(one.dp_degree * one.microbatch_size for one in combinations))
+    size: int = recipe.tables["batch"].get("global_batch_size", least)
+    return size
+
+
+def _straight(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    combinations: Sequence[Combination],
+    step_size: int,
+    advance: Advance,
+) -> dict[Combination, Delivered]:
+    found = {}
+    for one in combinations:
+        found[one] = Delivered()
+        run = Run(recipe, one, step_size, arguments.workers)
+        run.deliver(arguments.steps, found[one], advance=advance)
+    return found
+
+
+def _resumed(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    combinations: Sequence[Combination],
+    step_size: int,
+    advance: Advance,
+) -> dict[Combination, Delivered]:
+    """Let each combination deliver the first half and its successor, of the ring, the rest."""
+    found = {}
+    half = arguments.steps // 2
+    for one, successor in zip(combinations, [*combinations[1:], combinations[0]], strict=True):
+        found[one] = Delivered()
+        first = Run(recipe, one, step_size, arguments.workers)
+        second = first._replace(combination=successor)
+        state = first.deliver(half, found[one], advance=advance)
+        second.deliver(arguments.steps - half, found[one], start=state, advance=advance)
+    return found
+
+
+def _report(
+    wanted: Sequence[Combination],
+    found: Mapping[Combination, Delivered],
+    expected: Delivered,
+    step_size: int,
+    steps: int,
+) -> int:
+    """Print the table and the verdict; return the exit status."""
+    print(f"{'ranks':>5}  {'microbatch':>10}  {'runner':8}  {'rows':>5}  result")
+    different = 0
+    for one in wanted:
+        head = f"{one.dp_degree:>5}  {one.microbatch_size:>10}  {one.runner:8}"
+        if one not in found:
+            print(
+                f"{head}  {'-':>5}  skipped: {one.dp_degree} * {one.microbatch_size} does not "
+                f"divide {step_size}"
+            )
+            continue
+        difference = first_difference(expected, found[one], step_size)
+        print(f"{head}  {len(found[one].digests):>5}  {difference or 'equal'}")
+        different += difference is not None
+    skipped = len(wanted) - len(found)
+    tail = f", {skipped} skipped" if skipped else ""
+    if different:
+        print(f"NOT EQUAL: {different} of {len(found)} combinations differ{tail}")
+        return 1
+    total = len(expected.digests)
+    print(f"all equal: {len(found)} combinations, {steps} steps, {total} rows{tail}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _runners(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in RUNNERS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(RUNNERS)}")
+    return names

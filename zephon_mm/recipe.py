@@ -1,0 +1,307 @@
+"""A pipeline as a TOML file: sections of settings, checked when the file is read.
+
+    data_from = "zephon-mm demo --data-only"   # optional: what makes the data, if it is missing
+    [[datasets]]         name path weight, and fmt schema missing cache_dir, and the reader's own
+    [source]             of StaticMixtureWorkSource; token_estimation = true or {sample_rows = 64}
+    [options]            of zephon_mm.options.Options
+    [image_processor]    kind = "siglip" and its settings, or preset = "..."; left out for text
+    [interleave]         of Pipeline.interleave; or [tokenize], of Pipeline.tokenize
+    [pack] [shuffle] [batch]     of Pipeline.pack_flat, .shuffle, .batch
+
+Laws (tests/test_recipe.py):
+    1. No key is declared here: names and types are those of the code that uses them.
+    2. What is wrong is a ConfigError that names file, section and key, and what is allowed.
+    3. Reading what `to_toml` wrote gives an equal recipe, wherever the file is.
+
+Paths are relative to the file. Functions (`.map`, `.filter`, a schema) are not for recipes: add
+them to the pipeline in Python.
+
+Imports: io, ops, options, pipeline, stages, tables, work. Used by: cli, users.
+"""
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from zephon_mm.engine.order import Topology, check_topology
+from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset, reader_classes
+from zephon_mm.ops.pack import PackConfig
+from zephon_mm.options import Options
+from zephon_mm.pipeline import Pipeline
+from zephon_mm.stages import ShuffleStage
+from zephon_mm.tables import Knob, Table, checked, dump, knobs_of, unknown
+from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
+
+_SECTIONS = (
+    *("datasets", "source", "options", "image_processor", "interleave", "tokenize"),
+    *("pack", "shuffle", "batch"),
+)
+_REQUIRED = ("datasets", "source", "pack", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checked recipe. Two are equal if they mean the same, wherever their files are.
+
+    `tables` is section -> key -> value as in TOML, with absolute paths.
+    """
+
+    tables: Mapping[str, Any]
+    file: Path = field(compare=False)
+
+    def pipeline(
+        self,
+        *,
+        microbatch_size: int | None = None,
+        global_batch_size: int | None = None,
+        **options: Any,
+    ) -> Pipeline:
+        """Return a new pipeline; the arguments take the place of the recipe's settings.
+
+        Raises:
+            ConfigError: Data or tokenizer are missing, or a setting is impossible.
+            DatasetError: A dataset is damaged or empty.
+        """
+        tables = self.tables
+        batch = dict(tables["batch"])
+        if microbatch_size is not None:
+            batch["microbatch_size"] = microbatch_size
+        if global_batch_size is not None:
+            batch["global_batch_size"] = global_batch_size
+        pipeline = Pipeline(self._source())
+        with _at(self.file, "options"):
+            pipeline.options(**tables.get("options", {}) | options)
+        self._add_tokens(pipeline)
+        with _at(self.file, "pack"):
+            pipeline.pack_flat(**tables["pack"])
+        if "shuffle" in tables:
+            with _at(self.file, "shuffle"):
+                pipeline.shuffle(**tables["shuffle"])
+        with _at(self.file, "batch"):
+            return pipeline.batch(**batch)
+
+    def to_toml(self) -> str:
+        """Return the recipe as the text of a TOML file."""
+        return dump(self.tables)
+
+    def _source(self) -> StaticMixtureWorkSource:
+        datasets, mixture = [], {}
+        for number, table in enumerate(self.tables["datasets"], start=1):
+            settings = dict(table)
+            mixture[table["name"]] = settings.pop("weight")
+            with _at(self.file, "datasets", number):
+                self._check_exists("path", settings["path"])
+                datasets.append(Dataset.from_path(**settings))
+        with _at(self.file, "source"):
+            settings = dict(self.tables["source"])
+            settings["token_estimation"] = _token_estimation(settings.get("token_estimation"))
+            return StaticMixtureWorkSource(datasets, mixture, **settings)
+
+    def _add_tokens(self, pipeline: Pipeline) -> None:
+        tables = self.tables
+        if "tokenize" in tables:
+            with _at(self.file, "tokenize"):
+                self._check_exists("tokenizer_id", tables["tokenize"]["tokenizer_id"])
+                pipeline.tokenize(**tables["tokenize"])
+            return
+        with _at(self.file, "image_processor"):
+            processor = _image_processor(tables.get("image_processor"))
+        with _at(self.file, "interleave"):
+            self._check_exists("tokenizer", tables["interleave"]["tokenizer"])
+            pipeline.interleave(image_processor=processor, **tables["interleave"])
+
+    def _check_exists(self, key: str, value: Any) -> None:
+        """Find a missing file here, where it is known what makes it; patterns are the reader's."""
+        for path in value if isinstance(value, list) else [value]:
+            if not os.path.isabs(path) or re.search(r"[{*?\[]", path) or os.path.exists(path):
+                continue
+            command = self.tables.get("data_from")
+            advice = f"run `{command}` to make it" if command else "correct the path"
+            raise ConfigError(f"{key}: there is no {path}: {advice}")
+
+
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """Read and check a recipe; its data need not be there yet.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it cannot work.
+    """
+    file = Path(path)
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"recipe {file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"recipe {file} is not a TOML file: {error}") from error
+    _check_sections(tables, file)
+    base = file.absolute().parent
+    found: Table = {"data_from": tables["data_from"]} if "data_from" in tables else {}
+    for section in _SECTIONS:
+        if section not in tables:
+            continue
+        if section == "datasets":
+            parts = enumerate(tables["datasets"], start=1)
+            found["datasets"] = [_dataset(table, file, base, number) for number, table in parts]
+        else:
+            with _at(file, section):
+                found[section] = _SECTION_CHECKS[section](tables[section], base)
+    return Recipe(found, file)
+
+
+def _check_sections(tables: Table, file: Path) -> None:
+    """Check which sections there are and whether they are tables."""
+    for name, value in tables.items():
+        if name not in ("data_from", *_SECTIONS):
+            raise ConfigError(f"{file}: {unknown(name, ('data_from', *_SECTIONS), 'section')}")
+        if not _FORMS.get(name, _is_table)(value):
+            raise ConfigError(f"{file}: {name} must be {_WORDS.get(name, f'a section [{name}]')}")
+    for name in _REQUIRED:
+        if not tables.get(name):
+            raise ConfigError(f"{file}: {_WORDS.get(name, f'the section [{name}]')} is missing")
+    if ("interleave" in tables) == ("tokenize" in tables):
+        raise ConfigError(f"{file}: give either [interleave] or [tokenize], and only one of them")
+    if "image_processor" in tables and "tokenize" in tables:
+        raise ConfigError(f"{file}: [tokenize] reads no image: remove [image_processor]")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_table, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_FORMS = {"datasets": _is_list_of_tables, "data_from": _is_text}
+_WORDS = {"datasets": "a section [[datasets]] for each dataset", "data_from": "text, a command"}
+
+
+@contextmanager
+def _at(file: Path, section: str, number: int = 0) -> Iterator[None]:
+    """Put file and section in front of an error's message."""
+    where = f"[[{section}]] number {number}" if number else f"[{section}]"
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {where}: {error}") from error
+
+
+# What each section takes, and the checks that need no data.
+
+
+def _dataset(table: Table, file: Path, base: Path, number: int) -> Table:
+    with _at(file, "datasets", number):
+        fmt = table.get("fmt")
+        knobs = knobs_of(Dataset.from_path, "progress") | {"weight": Knob(float, required=True)}
+        for reader in reader_classes(*([fmt] if isinstance(fmt, str) else [])).values():
+            knobs |= knobs_of(reader, "path", "cache_dir", "progress")
+        found = checked(table, knobs, base)
+        if not (math.isfinite(found["weight"]) and found["weight"] >= 0):
+            raise ConfigError(f"weight must be a finite number >= 0, got {found['weight']}")
+        return found
+
+
+def _source(table: Table, base: Path) -> Table:
+    knobs = knobs_of(StaticMixtureWorkSource, "datasets", "mixture", "token_estimation")
+    found = checked(table, knobs | {"token_estimation": Knob(bool | Mapping[str, Any])}, base)
+    _token_estimation(found.get("token_estimation"))
+    return found
+
+
+def _token_estimation(value: bool | Table | None) -> TokenEstimation | None:
+    if not value and not isinstance(value, dict):
+        return None
+    settings = value if isinstance(value, dict) else {}
+    return TokenEstimation(**checked(settings, knobs_of(TokenEstimation)))
+
+
+def _options(table: Table, base: Path) -> Table:
+    found = checked(table, knobs_of(Options), base)
+    Options(**found)
+    return found
+
+
+def _processor_table(table: Table, base: Path) -> Table:
+    _image_processor(table)
+    return table
+
+
+def _image_processor(table: Table | None) -> Any:
+    """Return the processor that a section describes; None without one."""
+    if table is None:
+        return None
+    entries = {entry.name: entry for entry in entry_points(group="zephon_mm.processors")}
+    kind = table.get("kind", "siglip")
+    if kind not in entries:
+        raise ConfigError(f"kind must be one of {', '.join(sorted(entries))}, got {kind!r}")
+    owner = entries[kind].load()
+    settings = {name: value for name, value in table.items() if name != "kind"}
+    if "preset" in settings and hasattr(owner, "preset"):
+        knobs = knobs_of(owner.preset, "name") | {"preset": Knob(str, required=True)}
+        settings = checked(settings, knobs)
+        return owner.preset(settings.pop("preset"), **settings)
+    settings = checked(settings, knobs_of(owner))
+    return owner(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def _interleave(table: Table, base: Path) -> Table:
+    found = checked(table, knobs_of(Pipeline.interleave, "image_processor", "tokenizer") | _TEXT)
+    return found | {"tokenizer": _tokenizer(found["tokenizer"], base)}
+
+
+def _tokenize(table: Table, base: Path) -> Table:
+    knobs = knobs_of(Pipeline.tokenize, "tokenizer_id")
+    found = checked(table, knobs | {"tokenizer_id": Knob(str, required=True)})
+    return found | {"tokenizer_id": _tokenizer(found["tokenizer_id"], base)}
+
+
+def _tokenizer(name: str, base: Path) -> str:
+    """Return the path of a tokenizer's folder or file, or a hub id as it is."""
+    path = os.path.normpath(base / os.path.expanduser(name))
+    is_path = name.startswith((".", "/", "~")) or os.path.exists(path)
+    return path if is_path else name
+
+
+def _pack(table: Table, base: Path) -> Table:
+    found = checked(table, knobs_of(PackConfig))
+    PackConfig(**found)
+    return found
+
+
+def _shuffle(table: Table, base: Path) -> Table:
+    found = checked(table, knobs_of(Pipeline.shuffle))
+    ShuffleStage(**{"seed": 0} | found)
+    return found
+
+
+def _batch(table: Table, base: Path) -> Table:
+    found = checked(table, knobs_of(Pipeline.batch))
+    size: int = found["microbatch_size"]
+    total: int = found.get("global_batch_size", size)
+    check_topology(Topology(1, 0, size, total))
+    return found
+
+
+_TEXT = {"tokenizer": Knob(str, required=True)}
+_SECTION_CHECKS = {
+    "source": _source,
+    "options": _options,
+    "image_processor": _processor_table,
+    "interleave": _interleave,
+    "tokenize": _tokenize,
+    "pack": _pack,
+    "shuffle": _shuffle,
+    "batch": _batch,
+}
