@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.data import make_data, write_benchmark_tokenizer
 from zephon_mm import Dataset, Pipeline
 from zephon_mm.engine.tasks import ImageJob, materialize, measure
@@ -33,9 +31,10 @@ WARM_UP_S = 2.0
 IMAGE_PX = 384
 
 
-def build(data: Path, runner: str, workers: int) -> Pipeline:
+def build(data: Path, runner: str, workers: int, cache_dir: str | None = None) -> Pipeline:
     """Return the README's pipeline on the benchmark's photographs."""
-    source = StaticMixtureWorkSource([Dataset.from_path("photos", data)], {"photos": 1.0}, seed=42)
+    photos = Dataset.from_path("photos", data, cache_dir=cache_dir)
+    source = StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42)
     return (
         Pipeline(source)
         .options(canonical_replicas=8, runner=runner, workers=workers)

@@ -57,7 +57,7 @@ class Options:
     max_error_rate: float = 0.01
     prefetch_batches: int = 8
     memory_budget_bytes: int = field(default_factory=_memory_budget)
-    task_images: int = 4
+    task_images: int = 8
     task_rows: int = 32
     task_timeout_s: float = 300.0
     io_options: Mapping[str, Any] = field(default_factory=dict)

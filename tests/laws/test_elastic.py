@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fixtures.memory import Recipe, dataset, digests, random_rows, run_ranks, take
 
+from zephon_mm.errors import DataQualityError
 from zephon_mm.records import FileBlob
 
 # Advice on speed, which is what a search of awkward topologies asks for.
@@ -80,7 +81,19 @@ def test_any_topology_gives_the_batches_of_one_rank(
         recipe = replace(recipe, datasets=with_data(drawn, [], rows).datasets)
 
     with recipe.build(microbatch=1) as pipeline:
-        expected = digests(take(pipeline, steps * total))
+        try:
+            expected = digests(take(pipeline, steps * total))
+        except DataQualityError:  # the data are less than a step: every rank has to say so
+            expected = {}
+    if not expected:
+        assert recipe.passes is not None
+        for rank in range(dp):
+            with (
+                recipe.build(dp=dp, rank=rank, microbatch=microbatch) as pipeline,
+                pytest.raises(DataQualityError, match=f"a step needs {total}"),
+            ):
+                take(pipeline, 1)
+        return
     found = run_ranks(
         recipe, dp=dp, microbatch=microbatch, sequences=steps * total, prefetch_batches=ahead
     )

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 drawn_runs = settings(
     deadline=None,
-    max_examples=40,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
@@ -49,6 +49,7 @@ def run(
     **options: Any,
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Deliver so many groups of dp * B sequences on all ranks; return rows and merged state."""
+    options = {"prefetch_batches": 2} | options  # inline, a checkpoint waits for them
     found: dict[int, str] = {}
     parts = []
     for rank in range(dp):
@@ -73,9 +74,9 @@ def all_rows(recipe: Recipe, count: int) -> dict[int, str]:
 @drawn_runs
 @given(
     legs=st.lists(
-        st.tuples(st.sampled_from(TOPOLOGIES), st.integers(0, 3), st.integers(1, 6)),
+        st.tuples(st.sampled_from(TOPOLOGIES), st.integers(0, 3), st.integers(1, 4)),
         min_size=2,
-        max_size=4,
+        max_size=3,
     ),
     ends=st.booleans(),
     lanes=st.sampled_from([1, 3, 5, 16]),
@@ -162,7 +163,7 @@ def test_a_state_taken_right_after_a_restore_is_the_state_restored(
     recipe = finite if ends else endless
     for groups in range(4):
         _, state = run(recipe, 3, 2, groups)
-        for dp in (1, 3, 12):
+        for dp in (1, 3, 6):
             with recipe.build(dp=dp, rank=dp - 1, microbatch=1, state=state) as pipeline:
                 assert comparable(pipeline.checkpoint()) == comparable(state)
                 iter(pipeline)

@@ -56,7 +56,7 @@ def test_processes_do_not_show(recipe: Recipe, expected: dict[int, str], workers
 def test_batches_in_ordinary_memory_come_from_processes_too(
     recipe: Recipe, expected: dict[int, str]
 ) -> None:
-    options = {"runner": "process", "workers": 2, "memory_budget_bytes": 1 << 15}
+    options = {"runner": "process", "workers": 2, "memory_budget_bytes": 1 << 16}
     with recipe.build(microbatch=2, **options) as pipeline:
         batches = take(pipeline, STEPS * 2)
         metrics = pipeline.metrics()

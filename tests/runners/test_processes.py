@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import psutil
@@ -148,6 +149,25 @@ def test_cancelled_tasks_never_run_and_shutdown_does_not_wait_for_them(
     runner.shutdown(cancel_futures=True)
     assert all(future.done() for future in futures)
     assert futures[-1].cancelled()
+
+
+def test_a_callback_may_submit_and_shut_down(tmp_path: pathlib.Path) -> None:
+    runner = ProcessRunner(CountedContext(tmp_path / "log"), workers=2, preload=())
+    facts: list[dict[str, Any]] = []
+    finished = threading.Event()
+
+    def go_on(future: Future[dict[str, Any]]) -> None:
+        facts.append(future.result())
+        if len(facts) < 5:
+            runner.submit(worker_facts).add_done_callback(go_on)
+        else:
+            runner.shutdown()
+            finished.set()
+
+    runner.submit(worker_facts).add_done_callback(go_on)
+    assert finished.wait(60)
+    runner.shutdown()
+    assert not runner._manager.thread.is_alive()
 
 
 def open_descriptors() -> int:

@@ -7,14 +7,14 @@ goes on from its checkpoint.
 
 Cost: each combination loads, decodes and hashes all sequences once.
 
-Imports: batch, checkpoint, errors, recipe. Used by: cli.main, cli.demo.
+Imports: batch, checkpoint, errors, options, pipeline, recipe. Used by: cli.main, cli.demo.
 """
 
 import argparse
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from zephon_mm.batch import Batch, step_sha256
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import ConfigError
 from zephon_mm.options import RUNNERS
+from zephon_mm.pipeline import Pipeline
 from zephon_mm.recipe import Recipe, load_recipe
 
 State = dict[str, Any]
@@ -86,16 +87,16 @@ class Run(NamedTuple):
             with self._pipeline(rank) as pipeline:
                 if start is not None:
                     pipeline.restore(start)
-                for batch in islice(pipeline, steps * self.step_size // (dp * size)):
+                for batch in islice(_start(pipeline), steps * self.step_size // (dp * size)):
                     into.add(batch)
                     advance(len(batch.keys))
                 parts.append(pipeline.checkpoint())
         merged: State = json.loads(json.dumps(merge_checkpoints(parts)))
         return merged
 
-    def _pipeline(self, rank: int) -> Any:
-        more = {} if self.workers is None else {"workers": self.workers}
-        pipeline = self.recipe.pipeline(
+    def _pipeline(self, rank: int) -> Pipeline:
+        more: dict[str, Any] = {} if self.workers is None else {"workers": self.workers}
+        return self.recipe.pipeline(
             microbatch_size=self.combination.microbatch_size,
             global_batch_size=self.step_size,
             dp_degree=self.combination.dp_degree,
@@ -104,10 +105,12 @@ class Run(NamedTuple):
             prefetch_batches=2,  # what is prefetched at the end is work for nothing
             **more,
         )
-        with warnings.catch_warnings():  # that a topology is awkward is the point here
-            warnings.filterwarnings("ignore", message=".*measure each sample")
-            iter(pipeline)
-        return pipeline
+
+
+def _start(pipeline: Pipeline) -> Iterator[Batch]:
+    with warnings.catch_warnings():  # that a topology is awkward is the point here
+        warnings.filterwarnings("ignore", message=".*measure each sample")
+        return iter(pipeline)
 
 
 def first_difference(expected: Delivered, found: Delivered, step_size: int) -> str | None:

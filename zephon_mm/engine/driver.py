@@ -16,6 +16,7 @@ Invariants:
 Imports: engine.planner, engine.tasks, engine.schedule, batch, shm, runners. Used by: pipeline.
 """
 
+import itertools
 import logging
 import os
 import threading
@@ -226,6 +227,8 @@ class Driver:
 
     def _wait_until(self, condition: Callable[[], bool], why: str) -> None:
         began = time.perf_counter()
+        while not self._events.empty():  # requests do not wait for a condition to turn false
+            self._handle(self._events.get())
         while not condition():
             self._handle(self._events.get())
         self._metrics.add(f"driver_wait_{why}_s", time.perf_counter() - began)
@@ -258,18 +261,16 @@ class Driver:
         slab, base = self._slab(assembly.layout.num_bytes)
         arrays = assembly.layout.views(slab)
         jobs = image_jobs(assembly, group.sequences, base)
-        starts = range(0, len(jobs), config.task_images)
-        pending = Pending(group, assembly, len(starts))
+        num_tasks = -(-len(jobs) // config.task_images)
+        bounds = [len(jobs) * task // max(num_tasks, 1) for task in range(num_tasks + 1)]
+        pending = Pending(group, assembly, num_tasks)
 
         def finish(done: Pending) -> Batch:
             return self._finish(done, arrays)
 
-        for first in starts:
+        for first, stop in itertools.pairwise(bounds):
             future = self._queue.submit(
-                (self._planned, 0),
-                materialize,
-                jobs[first : first + config.task_images],
-                poisoned_image,
+                (self._planned, 0), materialize, jobs[first:stop], poisoned_image
             )
             future.add_done_callback(partial(take_results, pending, arrays, first, finish))
         assembly.fill_tokens(arrays, pad_id=config.pad_id)

@@ -7,6 +7,7 @@ so every rank stops at the same step without talking.
 Imports: engine.lanes, engine.order, records. Used by: engine.driver, pipeline.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -149,29 +150,34 @@ class Planner:
             if left % group_size:  # only without a global batch size: steps count from the start
                 left = step_size
             step: list[PackedSequence] = []
-            positions = []
-            for lane in turns:
-                sequence = self._planned(self._lane(lane), counts[lane])
-                if sequence is None:
-                    turn.end(lane)
-                    continue
+            groups: list[Group] = []
+            for sequence in itertools.islice(self._in_turn(turns, turn, counts), left):
                 step.append(sequence)
-                counts[lane] += 1
                 if len(step) % group_size == 0:
                     at = delivered + len(step)
-                    positions.append(Position(at, turn.next_lane, tuple(counts)))
-                if len(step) == left:
-                    break
+                    numbers = self._topology.numbers(at - group_size)
+                    rows = [step[number - delivered] for number in numbers]
+                    after = Position(at, turn.next_lane, tuple(counts))
+                    groups.append(Group(rows, list(numbers), after))
             if len(step) < left:
                 self._metrics.add("leftover_sequences", len(step))
                 if delivered == 0:
                     raise self._too_few(len(step))
                 return
-            for after in positions:
-                numbers = self._topology.numbers(after.delivered - group_size)
-                rows = [step[number - delivered] for number in numbers]
-                yield Group(rows, list(numbers), after)
+            yield from groups
             delivered += left
+
+    def _in_turn(
+        self, turns: Iterator[int], turn: Round, counts: list[int]
+    ) -> Iterator[PackedSequence]:
+        """Yield the next sequences of the global order, counting them by lane."""
+        for lane in turns:
+            sequence = self._planned(self._lane(lane), counts[lane])
+            if sequence is None:
+                turn.end(lane)
+            else:
+                counts[lane] += 1
+                yield sequence
 
     def _too_few(self, found: int) -> DataQualityError:
         return DataQualityError(

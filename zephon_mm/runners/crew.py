@@ -85,7 +85,6 @@ class Worker:
     slot: int
     sock: socket.socket
     board: "memoryview[int]"
-    pid: int = -1
     pidfd: int = -1
     doomed: bool = False
     overdue: bool = False

@@ -142,11 +142,11 @@ def has_ended(pidfd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def reap_adopted(pid: int) -> None:
+def reap_adopted(pidfd: int) -> None:
     """Reap a worker that outlived its zygote, if this process has adopted it.
 
     Orphans go to the nearest subreaper or to process 1, which inside a container is often the
     trainer itself, and would stay there as zombies.
     """
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)

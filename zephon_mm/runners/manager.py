@@ -68,6 +68,8 @@ class Manager:
                 self._expire()
         except RunnerError as error:
             failure = str(error)
+        except OSError as error:  # out of descriptors or memory
+            failure = f"the worker processes cannot be managed any more: {error}"
         except BaseException as error:  # nobody may wait for ever because of a defect here
             failure = f"the runner's thread failed: {type(error).__name__}: {error}"
             raise
@@ -114,7 +116,7 @@ class Manager:
             finally:
                 theirs.close()
             recruit = self._crew[slot] = Worker(slot, ours, self._launcher.board)
-            self._watch(ours, self._on_socket, recruit)
+            self._watch(ours, self._take_reply, recruit)
 
     def _assign(self) -> None:
         """Give pending tasks, oldest first, to the workers that have least to do."""
@@ -139,12 +141,10 @@ class Manager:
             if len(worker.tasks) == 1:
                 worker.deadline = time.monotonic() + self._task_timeout_s
 
-    def _on_socket(self, worker: Worker) -> None:
-        if self._crew[worker.slot] is worker:  # not buried by an event just before
-            self._take_reply(worker)
-
     def _take_reply(self, worker: Worker) -> bool:
         """Resolve the task whose reply is next. Return False when there is none."""
+        if self._crew[worker.slot] is not worker:
+            return False  # buried by another event of the same round
         try:
             header, payload = wire.collect(worker.sock, wire.REPLY.size)
         except BlockingIOError:
@@ -157,8 +157,8 @@ class Manager:
             self._doom(worker)
             return False
         task = worker.tasks.popleft()
-        now = time.monotonic()
-        worker.deadline = now + self._task_timeout_s if worker.tasks else float("inf")
+        timeout_s = self._task_timeout_s if worker.tasks else float("inf")
+        worker.deadline = time.monotonic() + timeout_s
         self._deaths = 0
         self.tasks_done += 1
         task.settle(payload, ok=bool(ok))
@@ -222,12 +222,8 @@ class Manager:
 
     def _start_zygote(self) -> None:
         self._launcher = Launcher(self._setup)
-        self._watch(self._launcher.control, self._on_message, self._launcher)
+        self._watch(self._launcher.control, self._obey_zygote)
         self._watch(self._launcher.pidfd, self._on_zygote_end, self._launcher)
-
-    def _on_message(self, launcher: Launcher) -> None:
-        if launcher is self._launcher:
-            self._obey_zygote()
 
     def _obey_zygote(self) -> bool:
         """Handle the zygote's next message. Return False when there is none."""
@@ -246,16 +242,13 @@ class Manager:
             self._launcher.kill()
             return False
         elif worker := self._crew[values[0]]:
-            self._on_news(worker, kind, values[1], fds)
+            if kind == "died":
+                self._bury(worker, values[1])
+            else:
+                worker.pidfd = fds[0]
+                if worker.doomed:  # its socket ended before we heard of its birth
+                    self._doom(worker)
         return True
-
-    def _on_news(self, worker: Worker, kind: str, number: int, fds: list[int]) -> None:
-        if kind == "died":
-            self._bury(worker, number)
-            return
-        worker.pid, worker.pidfd = number, fds[0]
-        if worker.doomed:
-            self._doom(worker)
 
     def _on_zygote_end(self, launcher: Launcher) -> None:
         """Start another zygote. The workers of this one die by the kernel's hand."""
@@ -264,13 +257,12 @@ class Manager:
         self._unwatch(launcher.control)
         self._unwatch(launcher.pidfd)
         code = launcher.close()
-        for worker in self._crew:
-            if worker is None:
-                continue
+        for worker in filter(None, self._crew):
             if worker.pidfd < 0:  # it was given nothing yet
                 self._bury(worker, -signal.SIGKILL)
                 continue
             self._doom(worker)
+            self._unwatch(worker.pidfd)  # it may be an orphan of an earlier zygote, still dying
             self._watch(worker.pidfd, self._on_orphan_end, worker)
         self._boots += not launcher.ready
         if self._boots >= _BOOT_ATTEMPTS:
@@ -281,9 +273,8 @@ class Manager:
         self._start_zygote()
 
     def _on_orphan_end(self, worker: Worker) -> None:
-        if self._crew[worker.slot] is worker:
-            reap_adopted(worker.pid)
-            self._bury(worker, -signal.SIGKILL)
+        reap_adopted(worker.pidfd)
+        self._bury(worker, -signal.SIGKILL)
 
     # ------------------------------------------------------------------ the end
 
@@ -294,7 +285,7 @@ class Manager:
             if worker is not None and worker.pidfd >= 0:
                 self._doom(worker)
                 has_ended(worker.pidfd, _REAP_TIMEOUT_S)
-                reap_adopted(worker.pid)
+                reap_adopted(worker.pidfd)
         left = [task for worker in self._crew if worker for task in worker.tasks]
         for worker in filter(None, self._crew):
             self._discharge(worker)

@@ -13,7 +13,7 @@ Laws:
 
 Messages, each one packet, as pickled tuples:
     trainer -> zygote   ("fork", slot) + the worker's socket; ("stop",)
-    zygote -> trainer   ("ready",); ("failed", text); ("born", slot, pid) + a pidfd;
+    zygote -> trainer   ("ready",); ("failed", text); ("born", slot) + a pidfd;
                         ("died", slot, exit code, negative for a signal)
 
 Imports: nothing else. Used by: launcher, which runs it.
@@ -182,7 +182,7 @@ class Zygote:
         pidfd = os.pidfd_open(pid)  # ours to reap, so the number is still its own
         self._workers[pidfd] = (slot, pid)
         self._poll.register(pidfd, select.POLLIN)
-        self._report("born", slot, pid, fd=pidfd)
+        self._report("born", slot, fd=pidfd)
 
     def _become_worker(self, slot: int, sock: socket.socket) -> NoReturn:
         code = 1
