@@ -1,9 +1,14 @@
 """Fixtures that several tests share: a few image files, and datasets over them."""
 
 import pytest
+from hypothesis import settings
 from tests.fixtures.memory import Recipe, dataset, random_rows, write_images
 
 from zephon_mm.records import FileBlob
+
+# Tests share two cores with other work: how long an example takes says nothing.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,7 @@ class Batch:
         if self.image_processor is not None:
             pixels = self.image_processor.normalize(self.pixel_values.to(device), dtype)
             keep = self.image_valid.to(device).view(-1, *[1] * (pixels.dim() - 1))
-            tensors["pixel_values"] = torch.where(keep, pixels, torch.zeros((), dtype=dtype))
+            tensors["pixel_values"] = torch.where(keep, pixels, pixels.new_zeros(()))
         return _renamed(tensors, rename or {})
 
     def row_sha256(self) -> tuple[str, ...]:

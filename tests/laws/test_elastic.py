@@ -52,7 +52,6 @@ def with_data(recipe: Recipe, blobs: list[FileBlob], rows: tuple[int, int]) -> R
 
 
 @settings(
-    deadline=None,
     max_examples=100,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:a shuffle buffer of .* never fills"),
 ]
 drawn_runs = settings(
-    deadline=None,
     max_examples=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

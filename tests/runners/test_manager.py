@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from zephon_mm.errors import RunnerError, WorkerCrashed, WorkerLost
+from zephon_mm.runners.launcher import has_ended
 from zephon_mm.runners.processes import ProcessRunner
 
 
@@ -173,14 +174,16 @@ def highest_descriptor(context: Any) -> int:
 
 
 def test_a_zygote_that_is_killed_is_replaced_again_and_again(runner: ProcessRunner) -> None:
-    dead: list[psutil.Process] = []
     for _ in range(2):
-        futures = [runner.submit(answer, n, 5_000, 500) for n in range(100)]
+        futures = [runner.submit(answer, n, 5_000, 2000) for n in range(100)]
         futures[10].result()
-        dead += [zygote_of(runner), *zygote_of(runner).children()]
-        zygote_of(runner).kill()
+        zygote = zygote_of(runner)
+        pidfds = [os.pidfd_open(process.pid) for process in [zygote, *zygote.children()]]
+        zygote.kill()
         assert [f.result() for f in futures] == [answer(None, n, 5_000, 0) for n in range(100)]
-    assert not any(process.is_running() for process in dead)
+        assert all(has_ended(pidfd, 10) for pidfd in pidfds)
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 class DiesAfterFork:

@@ -13,7 +13,8 @@ Imports: the package, cli.demo_data, cli.drawing, cli.tiny_model, cli.verify. Us
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -87,17 +88,18 @@ STAGES = (
     Combination(4, 1, "thread"),
 )
 STEPS_PER_STAGE = 2
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 10
 DRAWN_ROWS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for all files")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to train")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead")
-    parser.add_argument("--data-only", action="store_true", help="make the data and stop")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("demo_out"), help="folder for all files (%(default)s)")
+    add("--seconds", type=float, default=60.0, help="how long to train (%(default)s)")
+    add("--steps", type=int, help="train for so many steps instead")
+    add("--data-only", action="store_true", help="make the data and the recipe, and stop")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -138,7 +140,7 @@ def train(recipe: Recipe, out: Path, *, seconds: float, steps: int | None) -> li
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARM_UP_STEPS)
     losses: list[float] = []
-    with recipe.pipeline() as pipeline, _progress(seconds, steps) as bar:
+    with recipe.pipeline() as pipeline, _progress(seconds, steps) as bar, one_thread():
         began = time.monotonic()
         for step in islice(global_steps(pipeline, recipe), steps):
             losses.append(train_step(model, step))
@@ -158,7 +160,7 @@ def train(recipe: Recipe, out: Path, *, seconds: float, steps: int | None) -> li
     return losses
 
 
-def global_steps(pipeline: Iterator[Batch] | object, recipe: Recipe) -> Iterator[list[Batch]]:
+def global_steps(pipeline: Iterable[Batch], recipe: Recipe) -> Iterator[list[Batch]]:
     """Yield the microbatches of each step."""
     sizes = recipe.tables["batch"]
     count = sizes["global_batch_size"] // sizes["microbatch_size"]
@@ -177,6 +179,17 @@ def train_step(model: TinyVLM, step: Sequence[Batch]) -> float:
         share.backward()
         summed += share.item()
     return summed
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one core: its threads wait by spinning, the workers need the others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
@@ -253,5 +266,5 @@ def draw_losses(losses: Sequence[float], path: Path) -> None:
 def _progress(seconds: float, steps: int | None) -> tqdm:
     if steps:
         return tqdm(total=steps, unit="step", desc="   training")
-    layout = "{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} s, {postfix}"
+    layout = "{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} s{postfix}"
     return tqdm(total=seconds, desc="   training", bar_format=layout)

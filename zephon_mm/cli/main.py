@@ -51,13 +51,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        about = f"{summary[0].upper()}{summary[1:]}."
+        command = commands.add_parser(name, help=summary, description=about)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
             module = import_module(f"zephon_mm.cli.{name}")
             module.add_arguments(command)

@@ -13,7 +13,7 @@ MOST_KEYS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("recipe", help="a TOML file, such as configs/demo.toml")
-    parser.add_argument("-n", type=int, default=8, metavar="COUNT", help="sequences to show")
+    parser.add_argument("-n", type=int, default=8, metavar="COUNT", help="sequences (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:

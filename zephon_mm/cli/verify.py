@@ -135,16 +135,13 @@ def _named(run: Delivered, number: int) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("recipe", help="a TOML file, such as configs/demo.toml")
-    parser.add_argument("--dp", type=_numbers, default="1,2,3,4", help="data-parallel degrees")
-    parser.add_argument("--microbatch", type=_numbers, default="1,2", help="sequences a batch")
-    parser.add_argument("--runner", type=_runners, default=",".join(RUNNERS), help="runners")
-    parser.add_argument("--steps", type=_positive, default=8, help="steps to compare")
-    parser.add_argument(
-        "--workers",
-        type=_positive,
-        help="threads or processes of a runner; without, as in the recipe",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dp", type=_numbers, default="1,2,3,4", help="data-parallel degrees (%(default)s)")
+    add("--microbatch", type=_numbers, default="1,2", help="sequences a batch (%(default)s)")
+    add("--runner", type=_runners, default=",".join(RUNNERS), help="runners (%(default)s)")
+    add("--steps", type=_positive, default=8, help="steps to compare (%(default)s)")
+    add("--workers", type=_positive, help="threads or processes of a runner (the recipe's)")
+    add(
         "--resume",
         action="store_true",
         help="hand over to the next combination, by a checkpoint, half way through",

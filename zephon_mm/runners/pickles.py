@@ -2,7 +2,7 @@
 
 A worker never imports the user's `__main__`, and it cannot import a module that only this process
 knows (a notebook's helper, a test loaded by path). Functions and classes of such modules travel by
-value, with cloudpickle. Everything else takes the standard pickler, which is three times faster.
+value, with cloudpickle. Everything else takes the standard pickler, which is twice as fast.
 
 Laws:
     1. A class that travelled by value comes back as the same class (cloudpickle tracks it).
