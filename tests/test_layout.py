@@ -1,6 +1,8 @@
 """The package's shape, checked: what may import what, what ships, how large a file may grow."""
 
 import ast
+import io
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
 MAX_FILE_LINES = 500
-MAX_LINES = 10_000  # of the whole package, without its tests and benchmarks
+MAX_CODE_LINES = 10_000  # of the package: without tests, blank lines, comments and docstrings
 
 # Lower rows may not import higher ones; most rows' own members may not import one another.
 LAYERS = [
-    {"errors", "protocols", "records", "rng", "metrics"},
+    {"errors", "protocols", "records", "rng", "metrics", "tables"},
     {"readers", "processors", "runners", "shm", "io"},
     {"ops", "work", "batch", "checkpoint", "index"},
     {"engine"},
@@ -23,6 +25,10 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in sorted(parts)}
 SIBLINGS_MAY_MEET = {0, 4, 5}
+NOT_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -98,4 +104,17 @@ def test_links_point_at_the_real_folders() -> None:
 
 
 def test_the_whole_can_be_read_by_one_person() -> None:
-    assert sum(len(path.read_text().splitlines()) for _, path in modules()) <= MAX_LINES
+    assert sum(code_lines(path) for _, path in modules()) <= MAX_CODE_LINES
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that hold code."""
+    text = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines)

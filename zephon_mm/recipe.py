@@ -244,7 +244,7 @@ def _image_processor(table: Table | None) -> Any:
         return None
     entries = {entry.name: entry for entry in entry_points(group="zephon_mm.processors")}
     kind = table.get("kind", "siglip")
-    if kind not in entries:
+    if not isinstance(kind, str) or kind not in entries:
         raise ConfigError(f"kind must be one of {', '.join(sorted(entries))}, got {kind!r}")
     owner = entries[kind].load()
     settings = {name: value for name, value in table.items() if name != "kind"}

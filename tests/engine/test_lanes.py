@@ -234,9 +234,7 @@ def test_ckp_17_defects_are_counted_and_zero_means_the_first_stops(
         return skip_of(ref, defect=True)
 
     metrics = Metrics()
-    lane = make_lane(
-        make_plan(max_error_rate=rate, barren_records=10_000), bad, metrics=metrics
-    )
+    lane = make_lane(make_plan(max_error_rate=rate, barren_records=10_000), bad, metrics=metrics)
     message = rf"{tolerated + 1} of the first \d+ samples of lane 1 .*\[broken\]\. Repair"
     with pytest.raises(DataQualityError, match=message):
         read(lane, 0, 1)
@@ -251,8 +249,9 @@ def test_a_share_of_defects_within_the_rate_is_skipped_and_counted() -> None:
 
     metrics = Metrics()
     plan = make_plan(max_error_rate=0.2)
-    assert read(make_lane(plan, some, metrics=metrics), 0, 600) == (
-        naive(plan, some, 600).sequences[:600]
+    assert (
+        read(make_lane(plan, some, metrics=metrics), 0, 600)
+        == (naive(plan, some, 600).sequences[:600])
     )
     assert skips(metrics.snapshot())["broken"] > FIRST_SEEN / 40
 

@@ -50,6 +50,7 @@ def context(blobs: list[FileBlob]) -> Context:
             dataset("a", random_rows(1, 20, blobs)),
             dataset("b", random_rows(2, 9, blobs), shard_rows=2),
         ),
+        schemas=(document_of, document_of),
         operators=(),
         interleave=Interleave(TextTokenizer.load(byte_level_bpe()), PROCESSOR),
         image_processor=PROCESSOR,
@@ -84,7 +85,12 @@ def test_a_defective_sample_is_a_skip_that_names_it_and_its_neighbours_are_not(
     context: Context, blobs: list[FileBlob]
 ) -> None:
     text = (Text("fine"),)
-    rows = [text, SampleError("bad_json", "line 7 is cut"), text, (Image(blobs[0]._replace(size=5)),)]
+    rows = [
+        text,
+        SampleError("bad_json", "line 7 is cut"),
+        text,
+        (Image(blobs[0]._replace(size=5)),),
+    ]
     context = replace(context, datasets=(dataset("a", rows),))
     first, second, third, fourth = measure(context, [(0, 0, n) for n in range(4)])
     assert isinstance(first, Record)

@@ -52,7 +52,7 @@ def with_data(recipe: Recipe, blobs: list[FileBlob], rows: tuple[int, int]) -> R
 
 
 @settings(
-    max_examples=100,
+    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; return the exit status."""
-    print(f"{'number':>6}  {'tokens':>6}  {'images':>6}  samples")
     pipeline = load_recipe(arguments.recipe).pipeline()
+    print(f"{'number':>6}  {'tokens':>6}  {'images':>6}  samples")
     for planned in pipeline.plan(arguments.n):
         more = len(planned.keys) - MOST_KEYS
         keys = ", ".join(planned.keys[:MOST_KEYS]) + (f" and {more} more" if more > 0 else "")

@@ -45,14 +45,19 @@ REFERENCE = Combination(1, 1, "inline")
 
 @dataclass(slots=True)
 class Delivered:
-    """What a run delivered: the digest and the samples of each row, by sequence number."""
+    """What a run delivered: the digest and the samples of each row, by sequence number.
+
+    `repeated` lists the numbers that came more than once: one rank alone may deliver each.
+    """
 
     digests: dict[int, str] = field(default_factory=dict)
     keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    repeated: list[int] = field(default_factory=list)
 
     def add(self, batch: Batch) -> None:
         """Take the rows of a batch."""
         numbers = batch.sequence_ids.tolist()
+        self.repeated += [number for number in numbers if number in self.digests]
         self.digests.update(zip(numbers, batch.row_sha256(), strict=True))
         self.keys.update(zip(numbers, batch.keys, strict=True))
 
@@ -116,13 +121,11 @@ def _start(pipeline: Pipeline) -> Iterator[Batch]:
 def first_difference(expected: Delivered, found: Delivered, step_size: int) -> str | None:
     """Return where two runs differ first, in the global order; None if they are equal."""
     for number in sorted(expected.digests.keys() | found.digests.keys()):
-        if expected.digests.get(number) == found.digests.get(number):
-            continue
-        step, row = divmod(number, step_size)
-        return (
-            f"step {step}, row {row} (sequence {number}): expected {_named(expected, number)}, "
-            f"got {_named(found, number)}"
-        )
+        where = f"step {number // step_size}, row {number % step_size} (sequence {number})"
+        if number in found.repeated:
+            return f"{where}: delivered more than once, last {_named(found, number)}"
+        if expected.digests.get(number) != found.digests.get(number):
+            return f"{where}: expected {_named(expected, number)}, got {_named(found, number)}"
     return None
 
 
@@ -171,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         compare = _resumed if arguments.resume and arguments.steps > 1 else _straight
         found = compare(arguments, recipe, possible, step_size, bar.update)
-    return _report(wanted, found, expected, step_size, arguments.steps)
+    return report(wanted, found, expected, step_size)
 
 
 def _step_size(recipe: Recipe, combinations: Sequence[Combination]) -> int:
@@ -215,12 +218,11 @@ def _resumed(
     return found
 
 
-def _report(
+def report(
     wanted: Sequence[Combination],
     found: Mapping[Combination, Delivered],
     expected: Delivered,
     step_size: int,
-    steps: int,
 ) -> int:
     """Print the table and the verdict; return the exit status."""
     print(f"{'ranks':>5}  {'microbatch':>10}  {'runner':8}  {'rows':>5}  result")
@@ -242,6 +244,7 @@ def _report(
         print(f"NOT EQUAL: {different} of {len(found)} combinations differ{tail}")
         return 1
     total = len(expected.digests)
+    steps = -(-total // step_size)
     print(f"all equal: {len(found)} combinations, {steps} steps, {total} rows{tail}")
     return 0
 
