@@ -2,8 +2,8 @@
 
 import pytest
 from hypothesis import settings
-from tests.fixtures.memory import Recipe, dataset, random_rows, write_images
 
+from tests.fixtures.memory import Recipe, dataset, random_rows, write_images
 from zephon_mm.records import FileBlob
 
 # Tests share two cores with other work: how long an example takes says nothing.

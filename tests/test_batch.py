@@ -1,4 +1,4 @@
-"""Batches: exact arrays, digests, what a model is given; a packed row equals its documents alone."""
+"""Batches: exact arrays, digests, what a model is given; packing that a model does not notice."""
 
 import json
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.memory import PROCESSOR
 from torch.nn.attention.flex_attention import create_mask
 
+from tests.fixtures.memory import PROCESSOR
 from zephon_mm.batch import IGNORE, Assembly, Batch, step_sha256
 from zephon_mm.errors import ConfigError
 from zephon_mm.ops.pack import PackConfig, make_packer

@@ -1,6 +1,7 @@
 """What must hold on a CUDA machine; skipped where there is none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def take(folder: Path, runner: str, count: int) -> list[Batch]:
 
 @pytest.mark.parametrize("backend", ["torchvision", "pillow"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_normalising_on_the_device_gives_the_cpus_bits(backend: str, dtype: torch.dtype) -> None:
+def test_normalising_on_the_device_gives_the_cpus_bits(backend: Any, dtype: torch.dtype) -> None:
     levels = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 3, 16, 16)
     processor = SigLIPProcessor(size=16, patch_size=16, backend=backend)
     there = processor.normalize(levels.cuda(), dtype).cpu()
@@ -44,7 +45,7 @@ def test_normalising_on_the_device_gives_the_cpus_bits(backend: str, dtype: torc
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "block"])
-def test_to_training_on_the_device_equals_the_cpus(batches: list[Batch], attention: str) -> None:
+def test_to_training_on_the_device_equals_the_cpus(batches: list[Batch], attention: Any) -> None:
     for batch in batches:
         here = batch.to_training(dtype=torch.bfloat16, attention=attention)
         there = batch.to_training(device="cuda", dtype=torch.bfloat16, attention=attention)

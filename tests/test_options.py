@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from tests.fixtures.memory import Recipe
 
+from tests.fixtures.memory import Recipe
 from zephon_mm.errors import ConfigError
 from zephon_mm.options import Options, check_names
 

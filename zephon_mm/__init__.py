@@ -12,7 +12,7 @@ _HOMES = {
     "Pipeline": "zephon_mm.pipeline",
     "ZephonError": "zephon_mm.errors",
 }
-__all__ = ["Batch", "Dataset", "Pipeline", "ZephonError"]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

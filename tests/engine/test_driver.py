@@ -6,10 +6,10 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
 from tests.fixtures.memory import (
     MemoryReader,
     Recipe,
@@ -19,7 +19,7 @@ from tests.fixtures.memory import (
     random_rows,
     take,
 )
-
+from zephon_mm.batch import Batch
 from zephon_mm.engine import driver as driver_module
 from zephon_mm.engine import tasks
 from zephon_mm.errors import ConfigError, DataQualityError, RunnerError, SampleError
@@ -123,7 +123,7 @@ def test_closing_wakes_a_consumer_that_waits_in_another_thread(recipe: Recipe) -
         go_on.wait(30)
         return document
 
-    pipeline = map_first(recipe, wait, runner="thread", workers=1)
+    pipeline = recipe.build(fn=wait, runner="thread", workers=1)
     errors: list[BaseException] = []
 
     def consume() -> None:
@@ -224,16 +224,6 @@ def test_a_budget_below_one_batch_is_an_error_that_names_it(recipe: Recipe) -> N
 # Errors.
 
 
-def map_first(recipe: Recipe, fn: Any, **options: Any) -> Pipeline:
-    """Return the recipe's pipeline with `.map(fn)` in front."""
-    built = recipe.build(**options)
-    stages = built._stages
-    built._stages = replace(stages, interleave=None, sequences=())
-    built.map(fn)
-    built._stages = replace(built._stages, interleave=stages.interleave, sequences=stages.sequences)
-    return built
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_users_exception_reaches_the_consumer_with_its_origin(
     recipe: Recipe, runner: str
@@ -241,7 +231,7 @@ def test_a_users_exception_reaches_the_consumer_with_its_origin(
     def divide(document: Document) -> Document:
         return document if document.key != "3" else 1 // 0  # type: ignore[return-value]
 
-    with map_first(recipe, divide, runner=runner) as pipeline:
+    with recipe.build(fn=divide, runner=runner) as pipeline:
         batches = iter(pipeline)
         with pytest.raises(ZeroDivisionError) as caught:
             for _ in batches:
@@ -258,19 +248,18 @@ def test_a_users_exception_reaches_the_consumer_with_its_origin(
 def test_batches_before_an_error_are_delivered_and_stay_resumable(recipe: Recipe) -> None:
     with recipe.build() as reference:
         expected = digests(take(reference, 60))
-    poisoned = {key for batch in take(recipe.build(), 5)[-1:] for key in batch.keys[0]}
-    row = min(poisoned).rpartition("/")[2]
+    with recipe.build() as reference:
+        row = take(reference, 5)[-1].keys[0][0].rpartition("/")[2]
 
     def fail(document: Document) -> Document:
         if document.key == row:
             raise ValueError("no")
         return document
 
-    with map_first(recipe, fail) as pipeline:
-        found = []
+    with recipe.build(fn=fail) as pipeline:
+        found: list[Batch] = []
         with pytest.raises(ValueError, match="no"):
-            for batch in pipeline:
-                found.append(batch)
+            found.extend(pipeline)
         state = pipeline.checkpoint()
     rows = digests(found)
     assert rows.items() <= expected.items()
@@ -283,7 +272,7 @@ def test_a_sample_error_of_a_user_is_a_counted_skip(recipe: Recipe) -> None:
             raise SampleError("rude", "it says a bad word")
         return document
 
-    with map_first(replace(recipe, max_error_rate=1.0), refuse) as pipeline:
+    with replace(recipe, max_error_rate=1.0).build(fn=refuse) as pipeline:
         keys = [key for batch in take(pipeline, 60) for row in batch.keys for key in row]
         metrics = pipeline.metrics()
     assert keys
@@ -298,22 +287,24 @@ def test_a_broken_image_is_invalid_counted_and_named(
 ) -> None:
     bad = with_broken_image(recipe, blobs, tmp_path)
     with bad.build(microbatch=2, runner=runner) as pipeline:
-        invalid = 0
-        for batch in take(pipeline, 20):
-            for number, (row, first, count) in enumerate(batch.image_index.tolist()):
-                valid = bool(batch.image_valid[number])
-                assert bool(batch.pixel_values[number].any()) == valid
-                if valid:
-                    continue
-                invalid += 1
-                segment = batch.segment_ids[row, first]
-                document = batch.segment_ids[row] == segment
-                assert document[first : first + count].all()
-                assert (batch.labels[row, document] == -100).all()
-                assert "a/m-1/4" in batch.keys[row]
+        batches = take(pipeline, 20)
         metrics = pipeline.metrics()
-    assert invalid > 0
-    assert sum(metrics["skipped"].values()) >= invalid
+    invalid = [
+        (batch, row, first)
+        for batch in batches
+        for (row, first, _), valid in zip(
+            batch.image_index.tolist(), batch.image_valid.tolist(), strict=True
+        )
+        if not valid
+    ]
+    for batch, row, first in invalid:
+        document = batch.segment_ids[row] == batch.segment_ids[row, first]
+        assert (batch.labels[row, document] == -100).all()
+        assert "a/m-1/4" in batch.keys[row]
+    for batch in batches:
+        assert batch.pixel_values.flatten(1).any(1).tolist() == batch.image_valid.tolist()
+    assert invalid
+    assert sum(metrics["skipped"].values()) >= len(invalid)
     assert "a/m-1/4" in metrics["defects"][0]
 
 
@@ -336,16 +327,14 @@ def test_a_rate_is_judged_after_enough_images(
 ) -> None:
     monkeypatch.setattr(driver_module, "JUDGED_IMAGES", 200)
     bad = with_broken_image(recipe, blobs, tmp_path)
-    seen = invalid = 0
+    seen: list[Batch] = []
     with (
         replace(bad, max_error_rate=0.001).build(microbatch=2) as pipeline,
         pytest.raises(DataQualityError, match=r"of the first 2\d\d images"),
     ):
-        for batch in pipeline:
-            seen += len(batch.image_valid)
-            invalid += int((~batch.image_valid).sum())
-    assert seen > 150
-    assert invalid > 0
+        seen.extend(pipeline)
+    assert sum(len(batch.image_valid) for batch in seen) > 150
+    assert not all(batch.image_valid.all() for batch in seen)
 
 
 class DyingReader(MemoryReader):

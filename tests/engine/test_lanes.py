@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.memory import dataset, random_rows
 
+from tests.fixtures.memory import dataset, random_rows
 from zephon_mm.engine.lanes import FIRST_SEEN, Cursor, Lane, LanePlan
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips

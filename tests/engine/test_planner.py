@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+
 from tests.fixtures.memory import PROCESSOR, Recipe, take
 from tests.fixtures.tokenizers import byte_level_bpe
-
 from zephon_mm.errors import CheckpointError, DataQualityError
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.records import Chunk, State
@@ -42,16 +42,8 @@ class OneLane:
 
 def alone(recipe: Recipe, lane: int, count: int) -> list[tuple[str, ...]]:
     """Return the sequences of one lane, by the names in them."""
-    mixture = {d.name: w for d, w in zip(recipe.datasets, recipe.weights, strict=True)}
-    source = StaticMixtureWorkSource(
-        recipe.datasets,
-        mixture,
-        recipe.seed,
-        stop_after_passes=recipe.passes,
-        stop="all_exhausted",
-    )
     pipeline = (
-        Pipeline(OneLane(source, lane, recipe.lanes))
+        Pipeline(OneLane(recipe.source(), lane, recipe.lanes))
         .options(
             canonical_replicas=1,
             chunk_size=recipe.chunk_size,

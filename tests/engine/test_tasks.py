@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.fixtures.memory import PROCESSOR, MemoryReader, dataset, document_of, random_rows
 from tests.fixtures.tokenizers import byte_level_bpe
-
 from zephon_mm.engine import tasks
 from zephon_mm.engine.tasks import Context, Failure, ImageJob, materialize, measure
 from zephon_mm.errors import SampleError, WorkerCrashed

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fixtures.memory import Recipe, dataset, digests, random_rows, run_ranks, take
 
+from tests.fixtures.memory import Recipe, dataset, digests, random_rows, run_ranks, take
 from zephon_mm.errors import DataQualityError
 from zephon_mm.records import FileBlob
 

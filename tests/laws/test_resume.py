@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fixtures.memory import Recipe, dataset, digests, random_rows, take
 
+from tests.fixtures.memory import Recipe, dataset, digests, random_rows, take
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import CheckpointError, ConfigError
 

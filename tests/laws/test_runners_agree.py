@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from tests.fixtures.memory import Recipe, digests, run_ranks, take
 
 STEPS = 6

@@ -101,7 +101,8 @@ class Driver:
         self._closed = self._warned = False
         self._failed = ""  # what stopped the run, once the consumer was told
         self._pid = os.getpid()
-        self._arena = Arena(config.memory_budget_bytes, on_release=self._wake)
+        # Not a bound method: finalizers are held for ever, and would hold this driver with them.
+        self._arena = Arena(config.memory_budget_bytes, on_release=partial(self._events.put, None))
         self._runner = make_runner(
             config.runner,
             replace(config.context, arena=self._arena),

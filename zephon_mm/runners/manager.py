@@ -150,7 +150,7 @@ class Manager:
         except BlockingIOError:
             return False
         except OSError:  # the descriptor of a large reply was lost
-            header = b""
+            header, payload = b"", b""
         number, ok = wire.REPLY.unpack(header) if header else (0, False)
         if not worker.tasks or worker.tasks[0].number != number:
             self._unwatch(worker.sock)  # an ended stream is always readable
