@@ -342,3 +342,13 @@ def test_a_part_is_refused_until_it_is_merged(recipe: Recipe) -> None:
         part = pipeline.checkpoint()
     with pytest.raises(CheckpointError, match=r"the part of rank 1 of 2: merge the parts"):
         recipe.build(state=part)
+
+
+def test_a_state_stays_small() -> None:
+    sets = tuple(dataset(f"dataset-{n}", random_rows(n, 30, [])) for n in range(8))
+    wide = Recipe(datasets=sets, weights=(1.0,) * 8, lanes=64, global_batch_size=64)
+    with wide.build(microbatch=16, prefetch_batches=1) as pipeline:
+        take(pipeline, 20)
+        state = pipeline.checkpoint()
+    assert len(state["lanes"]) == 64
+    assert len(json.dumps(state)) <= 16 << 10

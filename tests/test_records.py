@@ -6,14 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zephon_mm.records import FileBlob, ImageSlot, Piece, Record, SampleRef, Sequence
+from zephon_mm.records import FileBlob, ImageSlot, Piece, Record, SampleRef, Sequence, record_of
 
 
 def record(*starts: int) -> Record:
     slots = tuple(ImageSlot(FileBlob("/x", at, 1), at, 3, (3, 2, 2)) for at in starts)
     ids = np.arange(20, dtype=np.int32)
+    for at in starts:
+        ids[at : at + 3] = 99
     uncut = tuple((at, at + 3) for at in starts)
-    return Record(SampleRef(0, 1, 2), 20, ids, ids > 3, slots, uncut)
+    return record_of(SampleRef(0, 1, 2), ids, (ids > 3) & (ids < 99), slots, uncut)
 
 
 @given(st.sets(st.integers(0, 5)), st.integers(0, 20), st.integers(0, 20))
@@ -37,7 +39,21 @@ def test_a_sequence_adds_up_its_pieces() -> None:
 
 def test_records_pickle_to_themselves() -> None:
     again = pickle.loads(pickle.dumps(record(0, 6)))
-    assert again.token_ids.tolist() == list(range(20))
-    assert again._replace(token_ids=None, trained=None) == record(0, 6)._replace(
-        token_ids=None, trained=None
-    )
+    assert again.token_ids.tolist() == record(0, 6).token_ids.tolist()
+    assert again._replace(text_ids=None) == record(0, 6)._replace(text_ids=None)
+
+
+@given(st.sets(st.integers(0, 5)), st.lists(st.booleans(), min_size=20, max_size=20))
+def test_a_record_gives_back_all_tokens_and_any_part(places: set[int], trained: list[bool]) -> None:
+    base = record(*(3 * place for place in sorted(places)))
+    ids = base.token_ids
+    mask = np.array(trained)
+    again = record_of(base.ref, ids, mask, base.images, base.uncut)
+    assert again.token_ids.tolist() == ids.tolist()
+    assert again.trained.tolist() == trained
+    borders = [0, 20, *(at for run in base.uncut for at in run)]
+    for start in borders:
+        for stop in (at for at in borders if at >= start):
+            out = np.full(stop - start, -7)
+            again.write_tokens(start, stop, out)
+            assert out.tolist() == ids[start:stop].tolist()

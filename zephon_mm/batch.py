@@ -11,7 +11,7 @@ Imports: records, protocols, shm.layout. Used by: engine, pipeline.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -211,48 +211,53 @@ class Assembly:
         positions, segments = arrays["position_ids"], arrays["segment_ids"]
         count = np.arange(self._length)
         boundaries = [0]
+        labels[...] = IGNORE
         for row, sequence in enumerate(self._sequences):
             at = 0
             for number, piece in enumerate(sequence.pieces, start=1):
                 end = at + piece.stop - piece.start
-                tokens = piece.record.token_ids[piece.start : piece.stop]
-                trained = piece.record.trained[piece.start : piece.stop]
-                ids[row, at:end] = tokens
-                labels[row, at:end] = np.where(trained, tokens, IGNORE)
-                labels[row, at] = IGNORE
+                record, shift = piece.record, at - piece.start
+                record.write_tokens(piece.start, piece.stop, ids[row, at:end])
+                for first, last in record.trained_runs:
+                    run = slice(max(first + shift, at + 1), max(min(last + shift, end), 0))
+                    labels[row, run] = ids[row, run]
                 positions[row, at:end] = count[: end - at]
                 segments[row, at:end] = number
                 boundaries.append(row * self._length + end)
                 at = end
             ids[row, at:] = pad_id
-            labels[row, at:] = IGNORE
             positions[row, at:] = count[: self._length - at]
             segments[row, at:] = 0
             if at < self._length:
                 boundaries.append((row + 1) * self._length)
         self.cu_seqlens = np.array(boundaries, dtype=np.int32)
 
-    def finish(self, arrays: Mapping[str, NDArray[Any]], invalid: Sequence[int]) -> None:
-        """Zero the pixels of invalid images and mask the labels of their documents."""
+    def invalidate(
+        self, batch: Batch, arrays: Mapping[str, NDArray[Any]], invalid: Sequence[int]
+    ) -> Batch:
+        """Zero the pixels of invalid images, mask the labels of their documents, in place.
+
+        Returns:
+            The batch with `image_valid` and `num_valid_tokens` as they are now.
+        """
         for image in invalid:
             arrays["pixel_values"][image] = 0
             row, start, stop = self._documents[image]
             arrays["labels"][row, start:stop] = IGNORE
+            batch.image_valid[image] = False
+        return replace(batch, num_valid_tokens=_count_valid(arrays))
 
     def batch(
         self,
         arrays: Mapping[str, NDArray[Any]],
         *,
-        invalid: Sequence[int],
         numbers: Sequence[int],
         keys: tuple[tuple[str, ...], ...],
         delivered: int,
         image_processor: ImageProcessor | None,
     ) -> Batch:
-        """Return the finished batch: views of the arrays and small tensors of its own."""
+        """Return the batch: views of the arrays and small tensors of its own; all images valid."""
         valid = np.ones(len(self.images), dtype=np.bool_)
-        for image in invalid:
-            valid[image] = False
         named = {name: torch.from_numpy(array) for name, array in arrays.items()}
         index = np.array(self.image_index, dtype=np.int64).reshape(-1, 3)
         return Batch(
@@ -263,7 +268,7 @@ class Assembly:
             image_valid=torch.from_numpy(valid),
             sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
             keys=keys,
-            num_valid_tokens=int(np.count_nonzero(arrays["labels"] != IGNORE)),
+            num_valid_tokens=_count_valid(arrays),
             delivered=delivered,
             image_processor=image_processor,
         )
@@ -271,6 +276,10 @@ class Assembly:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return np.ascontiguousarray(tensor.numpy()).data
+
+
+def _count_valid(arrays: Mapping[str, NDArray[Any]]) -> int:
+    return int(np.count_nonzero(arrays["labels"] != IGNORE))
 
 
 def _shifted(labels: torch.Tensor) -> torch.Tensor:

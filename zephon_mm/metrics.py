@@ -24,8 +24,13 @@ class Metrics:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter; it starts at zero."""
+        self.add_all({name: amount})
+
+    def add_all(self, amounts: Mapping[str, float]) -> None:
+        """Add to several counters."""
         with self._lock:
-            self._sums[name] += amount  # type: ignore[assignment]
+            for name, amount in amounts.items():
+                self._sums[name] += amount  # type: ignore[assignment]
 
     def skip(self, reason: str, message: str) -> None:
         """Count a sample or image that is not used; the first of each reason is logged."""

@@ -55,10 +55,10 @@ class Options:
     chunk_size: int = 256
     flush_every_k_chunks: int = 8
     max_error_rate: float = 0.01
-    prefetch_batches: int = 8
+    prefetch_batches: int = 16
     memory_budget_bytes: int = field(default_factory=_memory_budget)
-    task_images: int = 8
-    task_rows: int = 32
+    task_images: int = 16
+    task_rows: int = 64
     task_timeout_s: float = 300.0
     io_options: Mapping[str, Any] = field(default_factory=dict)
 

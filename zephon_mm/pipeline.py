@@ -293,8 +293,9 @@ class Pipeline:
         self._check_open()
         if self._iterator() is not None:
             raise RuntimeError(
-                "this pipeline is being iterated already; drop that iterator first, or build "
-                "another Pipeline"
+                "this pipeline is being iterated already; drop that iterator first (a traceback "
+                "that is kept, as in a notebook after an error, may hold it), or build another "
+                "Pipeline"
             )
         self._driver = self._driver or self._start_driver()
         batches = _Batches(self)
@@ -303,7 +304,7 @@ class Pipeline:
 
     def _start_driver(self) -> Driver:
         driver = Driver(self._compiled(self._metrics), self._start, self._metrics)
-        self._finalizer = weakref.finalize(self, driver.close)
+        self._finalizer = weakref.finalize(self, driver.collected)
         self._began = time.perf_counter()
         return driver
 
@@ -325,7 +326,9 @@ class Pipeline:
         """Stop threads and workers. Delivered batches stay valid; take checkpoints before."""
         self._closed = True
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()
+        if self._driver is not None:
+            self._driver.close()
         self._driver = None
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ Imports: nothing from the package. Used by: everything.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,20 +99,79 @@ class ImageSlot(NamedTuple):
     shape: tuple[int, ...]
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Half-open ranges of a record's tokens, ascending, disjoint."""
+
+
 class Record(NamedTuple):
     """A measured document.
 
-    `token_ids` is (num_tokens,) int32, `trained` is (num_tokens,) bool: which tokens carry loss.
-    `uncut` lists the half-open token ranges that may not be cut: each image with its start and
-    end tokens.
+    Image placeholders are most of a document's tokens and all the same, so they are not stored:
+    `text_ids` is int32, all tokens but those. `trained_runs` are the tokens that carry loss.
+    `uncut` are the ranges that may not be cut: each image with its start and end tokens.
     """
 
     ref: SampleRef
     num_tokens: int
-    token_ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    text_ids: NDArray[np.int32]
+    trained_runs: Runs
     images: tuple[ImageSlot, ...]
-    uncut: tuple[tuple[int, int], ...]
+    uncut: Runs
+    image_id: int
+
+    def write_tokens(self, start: int, stop: int, out: NDArray[Any]) -> None:
+        """Write tokens `[start, stop)`, which cut no image, into `out` of that length."""
+        at = start
+        stored = start - sum(i.num_tokens for i in self.images if i.start < start)
+        for image in self.images:
+            if not start <= image.start < stop:
+                continue
+            before = image.start - at
+            out[at - start : image.start - start] = self.text_ids[stored : stored + before]
+            stored += before
+            at = image.start + image.num_tokens
+            out[image.start - start : at - start] = self.image_id
+        out[at - start :] = self.text_ids[stored : stored + stop - at]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """All tokens, (num_tokens,) int32."""
+        tokens = np.empty(self.num_tokens, dtype=np.int32)
+        self.write_tokens(0, self.num_tokens, tokens)
+        return tokens
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """Which tokens carry loss, (num_tokens,) bool."""
+        mask = np.zeros(self.num_tokens, dtype=np.bool_)
+        for start, stop in self.trained_runs:
+            mask[start:stop] = True
+        return mask
+
+
+def record_of(
+    ref: SampleRef,
+    token_ids: NDArray[np.int32],
+    trained: NDArray[np.bool_],
+    images: tuple[ImageSlot, ...] = (),
+    uncut: Runs = (),
+) -> Record:
+    """Return a record from all of its tokens; for user code and tests.
+
+    Args:
+        ref: Where the sample is stored.
+        token_ids: (n,) int32; the same id wherever an image's placeholders are.
+        trained: (n,) bool.
+        images: In order.
+        uncut: As in `Record`.
+    """
+    text = np.ones(len(token_ids), dtype=np.bool_)
+    for image in images:
+        text[image.start : image.start + image.num_tokens] = False
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], trained, [0])).astype(np.int8)))
+    runs = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    image_id = int(token_ids[images[0].start]) if images else -1
+    return Record(ref, len(token_ids), token_ids[text], runs, images, uncut, image_id)
 
 
 class Skip(NamedTuple):

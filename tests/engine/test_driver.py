@@ -1,16 +1,21 @@
 """Running: lifetimes, memory, errors where they belong, and nothing left behind."""
 
 import gc
+import itertools
 import os
+import signal
+import sys
 import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.fixtures.memory import (
+    PROCESSOR,
     MemoryReader,
     Recipe,
     dataset,
@@ -19,6 +24,7 @@ from tests.fixtures.memory import (
     random_rows,
     take,
 )
+from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm.batch import Batch
 from zephon_mm.engine import driver as driver_module
 from zephon_mm.engine import tasks
@@ -26,6 +32,7 @@ from zephon_mm.errors import ConfigError, DataQualityError, RunnerError, SampleE
 from zephon_mm.io import Dataset
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.records import Document, FileBlob, Image, RowBlob, Text
+from zephon_mm.records import Sequence as PackedSequence
 
 RUNNERS = ["inline", "thread"]
 BATCH_BYTES = 2 * 64 * 28 + 16 * 3 * 32 * 32  # two rows of 64 tokens, 16 images
@@ -102,6 +109,79 @@ def test_a_forgotten_pipeline_that_failed_stops_its_threads_too(
     gc.collect()
     assert gone() is None
     assert threads() == set()
+
+
+def test_a_pipeline_in_a_cycle_may_be_collected_by_its_own_thread(recipe: Recipe) -> None:
+    armed, dropped, done = threading.Event(), threading.Event(), threading.Event()
+
+    def collect(sequence: PackedSequence) -> PackedSequence:
+        if armed.is_set() and not done.is_set():
+            dropped.wait(30)
+            gc.collect()
+            done.set()
+        return sequence
+
+    pipeline = Pipeline(recipe.source()).options(
+        runner="inline", memory_budget_bytes=64 << 20, prefetch_batches=100_000
+    )
+    pipeline.interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+    pipeline.pack_flat(max_length=64).map_sequence(collect).batch(microbatch_size=1)
+    cycle: list[Any] = [pipeline]
+    cycle.append(cycle)
+    take(pipeline, 1)
+    (driver,) = (t for t in threading.enumerate() if t.name == "zephon_mm driver")
+    gc.disable()
+    try:
+        armed.set()
+        del pipeline, cycle
+        dropped.set()
+        assert done.wait(30)
+    finally:
+        gc.enable()
+    driver.join(30)
+    assert not driver.is_alive()
+
+
+def wait_until_main_waits() -> None:
+    """Return when the main thread has stood at the same place of some `wait` for 50 looks."""
+    main = threading.main_thread().ident
+    places: list[tuple[str, int]] = [("", 0)]
+    while len(places) < 50 or places[-1][0] != "wait":
+        frame = sys._current_frames()[main]  # type: ignore[index]
+        place = (frame.f_code.co_name, id(frame))
+        places = [*places, place] if place == places[-1] else [place]
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_an_interrupt_while_waiting_loses_no_batch(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    with recipe.build(microbatch=2) as reference:
+        expected = digests(take(reference, 6))
+    caught = threading.Event()
+    count = itertools.count()
+    write = type(PROCESSOR).write
+
+    def interrupt_once(self: Any, encoded: bytes, out: Any) -> None:
+        if next(count) == 9 and threading.current_thread() is not threading.main_thread():
+            wait_until_main_waits()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            caught.wait(30)
+        write(self, encoded, out)
+
+    monkeypatch.setattr(type(PROCESSOR), "write", interrupt_once)
+    found: list[Batch] = []
+    with recipe.build(microbatch=2, runner="thread", workers=1, prefetch_batches=ahead) as pipeline:
+        batches = iter(pipeline)
+        while len(found) < 6:
+            try:
+                found.append(next(batches))
+            except KeyboardInterrupt:
+                caught.set()
+    assert caught.is_set()
+    assert digests(found) == expected
 
 
 def test_after_closing_next_and_iter_raise(recipe: Recipe) -> None:

@@ -19,6 +19,7 @@ from zephon_mm.ops.shuffle import ShuffleBuffer
 from zephon_mm.protocols import Accumulator
 from zephon_mm.records import Record, SampleRef, Skip
 from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.records import record_of as from_tokens
 from zephon_mm.rng import Stream
 from zephon_mm.work import StaticMixtureWorkSource
 
@@ -30,7 +31,7 @@ Rule = Callable[[SampleRef], Measured]
 def record_of(ref: SampleRef) -> Record:
     tokens = (7 * ref.row + 3 * ref.shard) % 9 + 1
     ids = np.zeros(tokens, dtype=np.int32)
-    return Record(ref, tokens, ids, np.ones(tokens, dtype=np.bool_), (), ())
+    return from_tokens(ref, ids, np.ones(tokens, dtype=np.bool_))
 
 
 def skip_of(ref: SampleRef, *, defect: bool) -> Skip:

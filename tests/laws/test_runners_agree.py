@@ -1,10 +1,21 @@
 """Runner, workers, task sizes and memory change the speed, never the data."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fixtures.memory import Recipe, digests, run_ranks, take
+from tests.fixtures.memory import (
+    DEADLY,
+    DeadlyProcessor,
+    Recipe,
+    dataset,
+    digests,
+    random_rows,
+    run_ranks,
+    take,
+)
+from zephon_mm.records import FileBlob, Image, Text
 
 STEPS = 6
 
@@ -63,3 +74,25 @@ def test_batches_in_ordinary_memory_come_from_processes_too(
         metrics = pipeline.metrics()
     assert digests(batches) == expected
     assert metrics["batches_in_ordinary_memory"] > 0
+
+
+@pytest.mark.slow
+def test_an_image_that_kills_its_workers_is_invalid_and_no_other(
+    blobs: list[FileBlob], tmp_path: Path
+) -> None:
+    deadly = tmp_path / "deadly.png"
+    deadly.write_bytes(Path(blobs[1].path).read_bytes() + DEADLY)
+    rows = random_rows(1, 12, blobs)
+    rows[5] = (Text("so"), Image(FileBlob(str(deadly), 0, deadly.stat().st_size)))
+    recipe = Recipe(datasets=(dataset("a", rows),), passes=2)
+    processor = DeadlyProcessor(size=32, patch_size=16)
+    found = []
+    for workers, task_images in [(1, 100), (2, 1)]:
+        options = {"runner": "process", "workers": workers, "task_images": task_images}
+        with recipe.build(microbatch=4, processor=processor, **options) as pipeline:
+            batches = take(pipeline, 100)
+            metrics = pipeline.metrics()
+        invalid = [int((~batch.image_valid).sum()) for batch in batches]
+        assert sum(invalid) == metrics["skipped"]["crashed_worker"] > 0
+        found.append(digests(batches))
+    assert found[0] == found[1]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.contracts.accumulator import check_accumulator, drain
 from zephon_mm.errors import ConfigError
 from zephon_mm.ops.pack import PackConfig, make_packer
-from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, Sequence
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, Sequence, record_of
 
 CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 
@@ -31,7 +31,7 @@ def record(row: int, text: int, images: tuple[int, ...] = (), *, trained: bool =
     mask = np.zeros(at + text, dtype=np.bool_)
     mask[at:] = trained
     ids = np.zeros(at + text, dtype=np.int32)
-    return Record(SampleRef(0, 0, row), at + text, ids, mask, tuple(slots), tuple(uncut))
+    return record_of(SampleRef(0, 0, row), ids, mask, tuple(slots), tuple(uncut))
 
 
 def texts(lengths: list[int]) -> list[Record]:
@@ -137,14 +137,14 @@ def test_wrap_applies_the_policy_to_an_image_that_no_sequence_holds() -> None:
     assert (sequences, reports) == ([], [("overlong", 0)])
     # What is left of it, an image alone, has nothing to train on.
     assert pack([wide], max_length=16, algorithm="wrap", overlong="truncate")[1] == reports
-    before = wide._replace(trained=np.ones(wide.num_tokens, dtype=np.bool_))
+    before = wide._replace(trained_runs=((0, wide.num_tokens),))
     sequences, reports = pack([before], max_length=16, algorithm="wrap", overlong="truncate")
     assert [(p.start, p.stop) for p in sequences[0].pieces] == [(0, 4)]
     assert reports == [("truncated", 0)]
 
 
 def test_truncating_takes_an_image_away_whole() -> None:
-    long = record(0, 2, (4, 4))._replace(trained=np.ones(14, dtype=np.bool_))
+    long = record(0, 2, (4, 4))._replace(trained_runs=((0, 14),))
     for max_length, stop in ((13, 13), (12, 12), (11, 6), (6, 6)):
         sequences, reports = pack([long], max_length=max_length, overlong="truncate")
         assert [(p.start, p.stop) for s in sequences for p in s.pieces] == [(0, stop)]
@@ -155,8 +155,6 @@ def test_truncating_takes_an_image_away_whole() -> None:
 def test_a_truncated_record_without_loss_is_dropped() -> None:
     prompt = record(0, 30, trained=False)
     assert pack([prompt], max_length=16, overlong="truncate") == ([], [("overlong", 0)])
-    planned = prompt._replace(trained=np.empty(0, dtype=np.bool_))  # from an index: not known yet
-    assert pack([planned], max_length=16, overlong="truncate")[1] == [("truncated", 0)]
 
 
 def test_pck_01_overlong_documents_are_split_cut_or_dropped_as_declared() -> None:

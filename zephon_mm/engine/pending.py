@@ -1,11 +1,11 @@
-"""A planned batch on its way: its decoding tasks are counted down, the last one finishes it.
+"""A planned batch on its way: its decoding tasks are counted down.
 
-Imports: batch, engine.planner, engine.tasks. Used by: engine.driver.
+Imports: batch, io, engine.planner, engine.tasks. Used by: engine.driver, pipeline.
 """
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -21,32 +21,52 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Pending:
-    """A planned batch: counts its tasks down, then is finished by whoever ends the last one."""
+    """A planned batch: complete but for its pixels, ready when its last task has ended."""
 
-    def __init__(self, group: Group, assembly: Assembly, tasks: int) -> None:
+    def __init__(self, group: Group, assembly: Assembly, arrays: Arrays, batch: Batch) -> None:
         self.group = group
         self.assembly = assembly
+        self.batch = batch
         self.failures: dict[int, Failure] = {}
-        self.ready = threading.Event()
-        self.batch: Batch | None = None
         self.error: BaseException | None = None
-        self._left = tasks + 1  # the driver's own share, the tokens, counts as one
+        self.ready = threading.Event()
+        self._arrays = arrays
+        self._tasks_left = 1  # the driver itself, until it has submitted all tasks
         self._lock = threading.Lock()
 
-    def ended(self, finish: Callable[["Pending"], Batch], error: BaseException | None) -> None:
-        """Count one task as ended; the last one finishes the batch."""
+    def begin(self) -> None:
+        """Count a task that is submitted."""
         with self._lock:
-            self._left -= 1
+            self._tasks_left += 1
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Count a task as ended; the last one makes the batch ready."""
+        with self._lock:
+            self._tasks_left -= 1
             self.error = self.error or error
-            last = self._left == 0
-        if not last:
+            last = self._tasks_left == 0
+        if last:
+            self.ready.set()
+
+    def take_results(self, first: int, task: "Future[list[Any]]") -> None:
+        """Note the failures of a task, copy arrays that it returned, count it as ended."""
+        if task.cancelled():
+            self.end(CancelledError())
             return
-        if self.error is None:
-            try:
-                self.batch = finish(self)
-            except Exception as failed:  # noqa: BLE001  raised in the consumer, who waits for it
-                self.error = failed
-        self.ready.set()
+        error = task.exception()
+        if error is None:
+            for number, result in enumerate(task.result(), start=first):
+                if isinstance(result, Failure):
+                    self.failures[number] = result
+                elif result is not None:
+                    self._arrays["pixel_values"][number] = result
+        self.end(error)
+
+    def delivered(self) -> Batch:
+        """Return the batch, with its defective images marked."""
+        if not self.failures:
+            return self.batch
+        return self.assembly.invalidate(self.batch, self._arrays, sorted(self.failures))
 
 
 def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tuple[str, ...]:
@@ -72,24 +92,3 @@ def image_jobs(
         offset = -1 if base < 0 else base + field.offset + number * size
         jobs.append(ImageJob(ref, image.blob, offset, image.shape))
     return jobs
-
-
-def take_results(
-    pending: Pending,
-    arrays: Arrays,
-    first: int,
-    finish: Callable[[Pending], Batch],
-    task: "Future[list[Any]]",
-) -> None:
-    """Note the failures of a task, copy arrays that it returned, count it as ended."""
-    if task.cancelled():
-        pending.ended(finish, CancelledError())
-        return
-    error = task.exception()
-    if error is None:
-        for number, result in enumerate(task.result(), start=first):
-            if isinstance(result, Failure):
-                pending.failures[number] = result
-            elif result is not None:
-                arrays["pixel_values"][number] = result
-    pending.ended(finish, error)

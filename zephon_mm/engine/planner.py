@@ -92,7 +92,7 @@ class Planner:
         self._metrics = metrics
         self._lanes: dict[int, Lane] = {}
         self._due = 0  # batches planned so far: measuring for an earlier batch goes first
-        self._tasks_ahead = max(2, -(-2 * queue.slots // self._num_needed()))
+        self._tasks_ahead = max(2, -(-queue.slots // self._num_needed()))
 
     def groups(self) -> Iterator[Group]:
         """Yield this rank's batches until the data ends; endless if the source is."""

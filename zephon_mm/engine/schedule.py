@@ -1,9 +1,10 @@
 """One queue in front of a runner: what is due first goes first, and crashes are isolated.
 
 The runner is a plain executor that knows nothing of samples. This queue holds back all but
-`2 * workers` tasks, so that a task which is due sooner overtakes those that wait, and runs the
+`4 * workers` tasks, so that a task which is due sooner overtakes those that wait, and runs the
 items of a task one by one when their worker crashed natively: an item that crashes twice alone is a
-defect of the data, whatever it shared a task with.
+defect of the data, whatever it shared a task with. The runner is filled up again when it is half
+empty: each worker then still has a task to run and one to follow.
 
 Laws (tests/engine/test_schedule.py):
     1. The result of a task is the list of its items' results, in order, however it was run.
@@ -46,7 +47,7 @@ class TaskQueue:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.slots = 2 * runner.workers
+        self.slots = 4 * runner.workers
         self._limits: dict[Callable[..., Any], int] = {}
         self._running: dict[Callable[..., Any], int] = {}
         self._waiting: list[_Task] = []
@@ -124,13 +125,15 @@ class TaskQueue:
                 heapq.heappush(self._waiting, task)
             return found
 
-    def _left(self, task: _Task) -> None:
+    def _left(self, task: _Task) -> int:
+        """Count a task as gone from the runner; return how many are there."""
         with self._lock:
             self._running[task.fn] -= 1
+            return sum(self._running.values())
 
     def _done(self, task: _Task, inner: Future[list[Any]]) -> None:
-        self._left(task)
-        self._pump()
+        if self._left(task) <= self.slots // 2:
+            self._pump()
         if inner.cancelled():
             task.future.cancel()
             return

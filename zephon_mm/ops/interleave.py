@@ -54,33 +54,40 @@ class Interleave:
             SampleError: An image is defective, or the document has neither text nor images.
             ConfigError: The document has an image and there is no image processor.
         """
-        ids = list(self.tokenizer.bos_ids)
-        runs = [(0, len(ids), False)]  # (start, stop, trained): every token, in order
+        ids = list(self.tokenizer.bos_ids)  # all tokens but placeholders
+        placeholders = 0
+        trained: list[tuple[int, int]] = []
         slots: list[ImageSlot] = []
         uncut: list[tuple[int, int]] = []
         for segment in document.segments:
-            start = len(ids)
+            start = len(ids) + placeholders
             if isinstance(segment, Image):
-                slots.append(self._image(ids, segment, read))
-                uncut.append((start, len(ids)))
-                runs.append((start, len(ids), False))
+                slots.append(self._image(ids, segment, read, placeholders))
+                placeholders += slots[-1].num_tokens
+                uncut.append((start, len(ids) + placeholders))
             else:
                 ids += self.tokenizer.encode(segment.text)
-                runs.append((start, len(ids), segment.train))
-        if len(ids) == len(self.tokenizer.bos_ids):
+                if segment.train and len(ids) + placeholders > start:
+                    trained.append((start, len(ids) + placeholders))
+        if len(ids) + placeholders == len(self.tokenizer.bos_ids):
             raise SampleError(
                 "empty_document",
                 "the document has no images and its text gives no tokens. Filter such samples, or "
                 "check which field holds the text.",
             )
-        trained = np.zeros(len(ids) + self.eos, dtype=np.bool_)
-        for start, stop, train in runs:
-            trained[start:stop] = train
         if self.eos:
             ids.append(self.tokenizer.eos_id)  # type: ignore[arg-type]  # checked when made
-            trained[-1] = any(train and stop > start for start, stop, train in runs)
-        array = np.array(ids, dtype=np.int32)
-        return Record(ref, len(ids), array, trained, tuple(slots), tuple(uncut))
+            if trained:
+                trained.append((len(ids) + placeholders - 1, len(ids) + placeholders))
+        return Record(
+            ref,
+            len(ids) + placeholders,
+            np.array(ids, dtype=np.int32),
+            tuple(trained),
+            tuple(slots),
+            tuple(uncut),
+            -1 if self.tokenizer.image_id is None else self.tokenizer.image_id,
+        )
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return everything that records depend on, JSON-serialisable."""
@@ -91,8 +98,8 @@ class Interleave:
             "eos": self.eos,
         }
 
-    def _image(self, ids: list[int], image: Image, read: ReadBlob) -> ImageSlot:
-        """Append an image's tokens to `ids`; return where its placeholders are."""
+    def _image(self, ids: list[int], image: Image, read: ReadBlob, placeholders: int) -> ImageSlot:
+        """Append an image's start and end tokens to `ids`; return where its placeholders are."""
         if self.image_processor is None:
             raise ConfigError(
                 "a document has an image, but there is no image processor. Give one: "
@@ -103,8 +110,7 @@ class Interleave:
         start_id, end_id = self.tokenizer.start_id, self.tokenizer.end_id
         if start_id is not None:
             ids.append(start_id)
-        start = len(ids)
-        ids += [self.tokenizer.require_image_id()] * num_tokens
+        start = len(ids) + placeholders
         if end_id is not None:
             ids.append(end_id)
         return ImageSlot(blob, start, num_tokens, shape)

@@ -291,5 +291,4 @@ def fit_one(record: Record, config: PackConfig, report: Report) -> Piece | None:
 
 def is_useful(record: Record, stop: int) -> bool:
     """Return whether the first `stop` tokens of a record have one to train on."""
-    # A record planned from an index has no token arrays yet.
-    return stop > 0 and (not record.trained.size or bool(record.trained[:stop].any()))
+    return any(first < stop for first, _ in record.trained_runs)
