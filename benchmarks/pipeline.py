@@ -2,8 +2,10 @@
 
 The bare run calls the same task functions with the same task sizes on rows that were dealt to as
 many processes before, into one buffer that is used again and again: no packing, no transport, no
-order. What the pipeline adds to that is what it costs. Pairs are interleaved, each run is a process
-group of its own, and the median of the pairs' ratios counts: the machines are shared and noisy.
+order. What the pipeline adds to that is what it costs. It is timed over one whole window of all
+lanes, because a window measures ahead at its start and lives on that at its end. Pairs are
+interleaved, each run is a process group of its own, and the median of the pairs' ratios counts: the
+machines are shared and noisy.
 
 Imports: the package, benchmarks.data. Writes nothing.
 """
@@ -16,8 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.data import make_data, write_benchmark_tokenizer
 from zephon_mm import Dataset, Pipeline
@@ -29,6 +34,7 @@ from zephon_mm.work import StaticMixtureWorkSource
 
 WARM_UP_S = 2.0
 IMAGE_PX = 384
+WINDOW = 8 * 2048  # samples between two flush sentinels of all lanes
 
 
 def build(data: Path, runner: str, workers: int, cache_dir: str | None = None) -> Pipeline:
@@ -48,7 +54,7 @@ def build(data: Path, runner: str, workers: int, cache_dir: str | None = None) -
     )
 
 
-def run_pipeline(data: Path, runner: str, workers: int, seconds: float) -> dict[str, float]:
+def run_pipeline(data: Path, runner: str, workers: int, count: int) -> dict[str, float]:
     """Return samples per second delivered to a consumer that only takes batches."""
     began = time.perf_counter()
     with build(data, runner, workers) as pipeline:
@@ -58,8 +64,9 @@ def run_pipeline(data: Path, runner: str, workers: int, seconds: float) -> dict[
         while time.perf_counter() - began < first_s + WARM_UP_S:
             next(batches)
         samples, start = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds:
+        while samples < count:
             samples += sum(len(row) for row in next(batches).keys)
+        elapsed = time.perf_counter() - start
     return {"samples_per_s": samples / elapsed, "first_batch_s": first_s}
 
 
@@ -80,16 +87,12 @@ def _start_bare(barrier: Any) -> None:
 
 
 def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float:
-    import torch
-
     torch.set_num_threads(1)
     pipeline = build(data, "inline", workers)
     source, options = pipeline._source, pipeline._options
     context = pipeline._stages.context(source.datasets)
     size = 3 * IMAGE_PX**2
     arena = Arena(options.task_images * size)
-    from dataclasses import replace
-
     context = replace(context, arena=arena)
     state = source.start(number, workers)
     samples, start = 0, 0.0
@@ -115,23 +118,26 @@ def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float
                 return samples / elapsed
 
 
-def one(kind: str, data: Path, workers: int, seconds: float) -> dict[str, float]:
+def one(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Run one contender in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(data), "--one", kind]
-    command += ["--workers", str(workers), "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(args.data)]
+    for name in ("workers", "seconds", "count"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += ["--one", kind]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def compare(runners: list[str], data: Path, workers: int, seconds: float, pairs: int) -> None:
+def compare(args: argparse.Namespace) -> None:
     """Print the ratio of each runner to the bare run, median of interleaved pairs."""
+    runners, pairs = args.runners.split(","), args.pairs
     ratios: dict[str, list[float]] = {runner: [] for runner in runners}
     for number in range(pairs):
-        bare = one("bare", data, workers, seconds)["samples_per_s"]
+        bare = one("bare", args)["samples_per_s"]
         line = f"pair {number + 1}: bare {bare:6.1f} samples/s"
         for runner in runners:
-            found = one(runner, data, workers, seconds)
+            found = one(runner, args)
             ratios[runner].append(found["samples_per_s"] / bare)
             line += (
                 f"   {runner} {found['samples_per_s']:6.1f} ({ratios[runner][-1]:.3f}), first "
@@ -148,23 +154,26 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a bare run")
+    parser.add_argument("--count", type=int, default=WINDOW, help="samples of a pipeline run")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--runners", default="process,thread")
-    parser.add_argument("--short", action="store_true", help="500 samples, 2 pairs of 4 s")
+    parser.add_argument(
+        "--short", action="store_true", help="500 samples, 2 pairs, a part of a window"
+    )
     parser.add_argument("--one", choices=["bare", "process", "thread", "inline"])
     args = parser.parse_args()
     if args.one == "bare":
         print(json.dumps(run_bare(args.data, args.workers, args.seconds)))
     elif args.one:
-        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.seconds)))
+        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.count)))
     else:
         if args.short:
-            args.samples, args.pairs, args.seconds = 500, 2, 4.0
+            args.samples, args.pairs, args.seconds, args.count = 500, 2, 5.0, 4000
             args.data = args.data.with_name("photos-short")
         make_data(args.data, num_samples=args.samples)
         write_benchmark_tokenizer(args.data.with_name("tokenizer"))
-        compare(args.runners.split(","), args.data, args.workers, args.seconds, args.pairs)
+        compare(args)
 
 
 if __name__ == "__main__":
