@@ -55,7 +55,7 @@ class Options:
     chunk_size: int = 256
     flush_every_k_chunks: int = 8
     max_error_rate: float = 0.01
-    prefetch_batches: int = 16
+    prefetch_batches: int = 12
     memory_budget_bytes: int = field(default_factory=_memory_budget)
     task_images: int = 16
     task_rows: int = 64

@@ -20,7 +20,6 @@ Invariants:
 Imports: engine.planner, engine.tasks, engine.schedule, batch, shm, runners. Used by: pipeline.
 """
 
-import itertools
 import logging
 import os
 import threading
@@ -28,9 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,10 @@ from numpy.typing import NDArray
 from zephon_mm.batch import Assembly, Batch
 from zephon_mm.engine.lanes import Cursor, LanePlan
 from zephon_mm.engine.order import Topology
-from zephon_mm.engine.pending import Pending, image_jobs, sequence_keys
+from zephon_mm.engine.pending import Decoding, Pending, image_jobs, sequence_keys
 from zephon_mm.engine.planner import Group, Planner, Position, Start
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import Context, materialize, measure, poisoned_image
+from zephon_mm.engine.tasks import Context, measure
 from zephon_mm.errors import DataQualityError, RunnerError
 from zephon_mm.metrics import Metrics
 from zephon_mm.runners import make_runner
@@ -133,6 +132,7 @@ class Driver:
             task_timeout_s=config.task_timeout_s,
         )
         self._queue = TaskQueue(self._runner)
+        self._decoding = Decoding(self._queue, config.task_images)
         if config.measure_parallelism is not None:
             self._queue.limit(measure, config.measure_parallelism)
         self._planner = Planner(
@@ -184,6 +184,8 @@ class Driver:
         self._count(item)
         batch = item.delivered()
         self._ready.popleft()
+        with suppress(Empty):
+            self._more.get_nowait()
         self._taken += 1
         if self._bell.armed or self._is_low():
             self._wake()
@@ -236,6 +238,7 @@ class Driver:
                 self._wait_until(lambda: True, "requests")
                 if self._planned - self._taken >= self._config.prefetch_batches:
                     self._wait_until(self._is_low, "consumer")
+            self._decoding.flush()
             self._deliver(None)
         except (_ClosedError, CancelledError):
             return
@@ -269,6 +272,7 @@ class Driver:
         while not self._events.empty():  # requests do not wait for a condition to turn false
             self._handle(self._events.get())
         while not condition():
+            self._decoding.flush()
             self._handle(self._events.get())
         self._metrics.add(f"driver_wait_{why}_s", time.perf_counter() - began)
 
@@ -310,15 +314,7 @@ class Driver:
             image_processor=config.context.image_processor,
         )
         pending = Pending(group, assembly, arrays, batch)
-        num_tasks = -(-len(jobs) // config.task_images)
-        bounds = [len(jobs) * task // max(num_tasks, 1) for task in range(num_tasks + 1)]
-        for first, stop in itertools.pairwise(bounds):
-            pending.begin()
-            future = self._queue.submit(
-                (self._planned, 0), materialize, jobs[first:stop], poisoned_image
-            )
-            future.add_done_callback(partial(pending.take_results, first))
-        pending.end()
+        self._decoding.add(pending, jobs, self._planned)
         return pending
 
     def _slab(self, num_bytes: int) -> tuple[NDArray[np.uint8], int]:
@@ -326,6 +322,7 @@ class Driver:
         slab = self._arena.lease(num_bytes)
         if slab is None:
             self._bell.armed = True
+            self._decoding.flush()
             began = time.perf_counter()
             while (slab := self._arena.lease(num_bytes)) is None and self._planned > self._taken:
                 self._handle(self._events.get())
@@ -348,16 +345,7 @@ class Driver:
 
     def _count(self, item: Pending) -> None:
         """Count what is delivered; stop when too many of its images were defective."""
-        sequences = item.group.sequences
-        self._metrics.add_all(
-            {
-                "batches": 1,
-                "sequences": len(sequences),
-                "tokens": sum(sequence.num_tokens for sequence in sequences),
-                "images": len(item.assembly.images),
-                "documents": sum(len(sequence.pieces) for sequence in sequences),
-            }
-        )
+        self._metrics.add_all(item.counts)
         for failure in item.failures.values():
             self._metrics.skip(failure.reason, failure.message)
         self._judge(item)
