@@ -189,4 +189,4 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+    return pixels.copy()  # not ascontiguousarray: a side of 1 would keep its negative stride

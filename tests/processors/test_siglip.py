@@ -288,3 +288,14 @@ def test_fingerprint_tells_all_that_pixels_depend_on():
         SigLIPProcessor(max_pixels=1000),
     ]
     assert all(other.fingerprint() != ours for other in others)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)])
+def test_a_turned_sliver_is_written(shape: tuple[int, int], orientation: int) -> None:
+    pixels = np.full((*shape, 3), 77, dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG", exif=exif)
+    assert (written(SigLIPProcessor(size=32, patch_size=16), stream.getvalue()) == 77).all()
