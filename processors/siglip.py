@@ -86,7 +86,13 @@ class SigLIPProcessor:
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        height, width = self.height_width
+        sides = self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        if len(sides) != 2 or not all(type(n) is int for n in (*sides, self.patch_size)):
+            raise ConfigError(
+                f"size must be an integer or (height, width), patch_size an integer, got "
+                f"{self.size!r} and {self.patch_size!r}"
+            )
+        height, width = sides
         if self.patch_size < 1 or min(height, width) < self.patch_size:
             raise ConfigError(
                 f"size {height} x {width} holds no patch of patch_size={self.patch_size}: "
@@ -122,7 +128,8 @@ class SigLIPProcessor:
         short = name.removeprefix("google/")
         if short.endswith("-naflex"):
             raise ConfigError(
-                f"{name!r} keeps aspect ratios (NaFlex) and has no fixed size: use NaFlexProcessor"
+                f"{name!r} keeps aspect ratios (NaFlex), which is not supported yet: use a preset "
+                "of a fixed size"
             )
         if short not in known:
             raise ConfigError(f"{name!r} is no preset, expected one of {', '.join(sorted(known))}")

@@ -12,16 +12,16 @@ from zephon_mm.options import Options, check_names
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"canonical_replicas": 0}, "canonical_replicas must be an integer >= 1, got 0"),
-        ({"workers": True}, "workers must be an integer >= 1, got True"),
-        ({"chunk_size": 2.0}, r"chunk_size must be an integer >= 1, got 2\.0"),
+        ({"canonical_replicas": 0}, "canonical_replicas must be at least 1, got 0"),
+        ({"workers": True}, "workers must be an integer, got True"),
+        ({"chunk_size": 2.0}, r"chunk_size must be an integer, got 2\.0"),
         ({"flush_every_k_chunks": -1}, "flush_every_k_chunks must be"),
         ({"prefetch_batches": 0}, "prefetch_batches must be"),
         ({"memory_budget_bytes": 0}, "memory_budget_bytes must be"),
         ({"task_images": 0}, "task_images must be"),
-        ({"task_rows": "8"}, "task_rows must be an integer >= 1, got '8'"),
+        ({"task_rows": "8"}, "task_rows must be an integer, got '8'"),
         ({"dp_degree": 2, "dp_rank": 2}, r"dp_rank must be in \[0, dp_degree = 2\), got 2"),
-        ({"dp_rank": -1}, r"dp_rank must be in \[0, dp_degree = 1\), got -1"),
+        ({"dp_rank": -1}, "dp_rank must be at least 0, got -1"),
         ({"runner": "spark"}, "runner must be one of inline, thread, process, got 'spark'"),
         ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1\.5"),
         ({"max_error_rate": float("nan")}, r"max_error_rate must be in \[0, 1\], got nan"),
@@ -36,7 +36,7 @@ def test_an_impossible_value_is_named(changes: dict[str, Any], message: str) -> 
 
 
 def test_an_unknown_setting_is_an_error_that_lists_the_known(recipe: Recipe) -> None:
-    with pytest.raises(ConfigError, match=r"options: unknown setting 'worker'; known are \['can"):
+    with pytest.raises(ConfigError, match="unknown setting 'worker'; did you mean 'workers'"):
         recipe.build(worker=3)
     check_names({"workers": 1}, Options, "options")
 

@@ -96,7 +96,7 @@ def test_what_comes_too_early_is_told_what_it_needs() -> None:
 
 
 def test_impossible_topologies_name_what_would_work() -> None:
-    with pytest.raises(ConfigError, match=r"dp_degree may be 1, 2, 4; with .* may be nothing"):
+    with pytest.raises(ConfigError, match=r"dp_degree may be 1, 2, 4; with .* may be none at all"):
         text_pipeline(dp_degree=3).batch(microbatch_size=2, global_batch_size=8)
 
 

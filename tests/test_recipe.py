@@ -91,7 +91,11 @@ def test_every_recipe_here_loads_without_its_data_and_reads_back_as_written(
         ("max_length = 64", "max_length = 0", r"\[pack\]: pack: max_length must be at least 1"),
         ("microbatch_size = 2", "microbatch_size = 0", r"\[batch\]: microbatch_size must be"),
         ("_size = 2", "_size = 2\nglobal_batch_size = 3", r"1 \* 2 must divide global_batch_size"),
-        ("[pack]", "[options]\nworkers = 0\n[pack]", r"\[options\]: options: workers must be an"),
+        (
+            "[pack]",
+            "[options]\nworkers = 0\n[pack]",
+            r"\[options\]: options: workers must be at least 1",
+        ),
         ("[pack]", "[options]\nrunner = 'gpu'\n[pack]", r"runner must be one of inline, thread"),
         ("[pack]", "[shuffle]\nbuffer_size = 0\n[pack]", r"\[shuffle\]: shuffle: buffer_size"),
         ("[pack]", "[image_processor]\nkind = 'vit'\n[pack]", r"kind must be one of .*siglip"),

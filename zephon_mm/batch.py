@@ -51,6 +51,9 @@ class Batch:
         sequence_ids: (B,) int64, the global numbers of the rows.
         keys: For each row, the names of the samples in it: `dataset/shard/row`.
         num_valid_tokens: Labels that are not -100.
+        step_valid_tokens: That of the whole global step, over all ranks, as planned (images that
+            turn out to be broken come off it later); None where this rank does not plan whole
+            steps: an endless source without `balance`. Sum `num_valid_tokens` over ranks there.
         delivered: Global sequences delivered, over all ranks, once this batch is.
     """
 
@@ -67,6 +70,7 @@ class Batch:
     keys: tuple[tuple[str, ...], ...]
     num_valid_tokens: int
     delivered: int
+    step_valid_tokens: int | None = None
     image_processor: ImageProcessor | None = None
 
     def to_training(
@@ -255,6 +259,7 @@ class Assembly:
         keys: tuple[tuple[str, ...], ...],
         delivered: int,
         image_processor: ImageProcessor | None,
+        step_valid_tokens: int | None = None,
     ) -> Batch:
         """Return the batch: views of the arrays and small tensors of its own; all images valid."""
         valid = np.ones(len(self.images), dtype=np.bool_)
@@ -270,6 +275,7 @@ class Assembly:
             keys=keys,
             num_valid_tokens=_count_valid(arrays),
             delivered=delivered,
+            step_valid_tokens=step_valid_tokens,
             image_processor=image_processor,
         )
 

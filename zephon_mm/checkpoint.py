@@ -21,7 +21,7 @@ from zephon_mm.errors import CheckpointError
 
 FORMAT = "zephon_mm checkpoint 1"
 
-_SHARED = ("delivered", "next_lane", "num_lanes", "dp_degree", "constants", "fingerprint")
+_SHARED = ("delivered", "next_lane", "dealt", "num_lanes", "dp_degree", "constants", "fingerprint")
 
 
 def merge_checkpoints(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -43,7 +43,12 @@ def validate(stages: Stages, options: Options, topology: Topology, *, finite: bo
         raise ConfigError("the pipeline has no .pack_flat(max_length=...)")
     lanes = options.canonical_replicas
     repeats = measure_factor(lanes, topology)
-    if repeats > 2 and not finite:
+    if options.balance and topology.dp_degree > 4:
+        warnings.warn(
+            f"balance=True measures each sample on each of {topology.dp_degree} ranks",
+            stacklevel=4,
+        )
+    elif repeats > 2 and not finite:
         warnings.warn(
             f"{topology.dp_degree} ranks on {lanes} lanes measure each sample {repeats:.3g} times "
             f"over all ranks. It costs less if dp_degree * microbatch_size = {topology.group_size} "
@@ -107,6 +112,7 @@ def compile_engine(
     topology: Topology,
     *,
     finite: bool,
+    pad_tail: bool,
     metrics: Metrics,
 ) -> EngineConfig:
     """Return what the driver runs."""
@@ -123,6 +129,8 @@ def compile_engine(
         barren_records=total // options.canonical_replicas + options.window_samples,
         remembered=(KEPT_BATCHES + options.prefetch_batches) * topology.group_size,
         task_rows=options.task_rows,
+        balance=options.balance,
+        pad_tail=pad_tail,
     )
     return EngineConfig(
         plan=plan,

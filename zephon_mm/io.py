@@ -60,6 +60,8 @@ class Dataset:
     ) -> None:
         if not name or "/" in name:
             raise ConfigError(f"a dataset's name must be nonempty, without '/', got {name!r}")
+        if schema is not None and not isinstance(schema, str) and not callable(schema):
+            raise ConfigError(f"schema must be a name or a function, got {schema!r}")
         if missing not in ("skip", "error", "keep"):
             raise ConfigError(f"missing must be 'skip', 'error' or 'keep', got {missing!r}")
         self.name = name
@@ -298,7 +300,7 @@ def _detect(path: PathLike | Sequence[PathLike]) -> tuple[str, Any]:
     A reader that cannot be imported matters only when no other one recognises the path.
     """
     if not isinstance(path, str | os.PathLike) and not path:
-        raise ConfigError("path is an empty list. Name at least one file.")
+        raise ConfigError(f"path is {path!r}. Name at least one file or folder.")
     found: dict[str, Any] = {}
     broken: list[ConfigError] = []
     entries = _entries()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zephon_mm.errors import ConfigError
+from zephon_mm.tables import check_types, unknown
 
 RUNNERS = ("inline", "thread", "process")
 
@@ -38,13 +39,16 @@ class Options:
         workers: Threads or processes; None is one for each CPU that this process may use.
         chunk_size: Samples that the source emits at once.
         flush_every_k_chunks: Chunks of a window: what a restore plans again.
+        balance: Deal each step's sequences to ranks so that their vision and attention work is
+            even; every rank plans all lanes then.
         max_error_rate: Share of defective samples (and images) that is tolerated; 0 for none.
         prefetch_batches: Batches that may be ready or in work ahead of the training loop.
         memory_budget_bytes: Shared memory for batches, in bytes.
         task_images: Images that one task decodes.
         task_rows: Samples that one task measures.
         task_timeout_s: How long a task may run in a `process` worker, in seconds.
-        io_options: `{"cache": {"enabled": bool, "dir": str}}`: the local cache of remote shards.
+        io_options: `{"cache": {"enabled": bool, "dir": str}}`: the local cache of remote shards;
+            local files are read where they lie.
     """
 
     canonical_replicas: int = 8
@@ -54,6 +58,7 @@ class Options:
     workers: int = field(default_factory=_cpus)
     chunk_size: int = 256
     flush_every_k_chunks: int = 8
+    balance: bool = False
     max_error_rate: float = 0.01
     prefetch_batches: int = 12
     memory_budget_bytes: int = field(default_factory=_memory_budget)
@@ -63,20 +68,15 @@ class Options:
     io_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "canonical_replicas",
-            "dp_degree",
-            "workers",
-            "chunk_size",
-            "flush_every_k_chunks",
-            "prefetch_batches",
-            "memory_budget_bytes",
-            "task_images",
-            "task_rows",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"options: {name} must be an integer >= 1, got {value!r}")
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        check_types(Options, "options", **values)
+        for one in fields(self):
+            if one.type == "int" or one.type is int:
+                least = 0 if one.name == "dp_rank" else 1
+                if values[one.name] < least:
+                    raise ConfigError(
+                        f"options: {one.name} must be at least {least}, got {values[one.name]}"
+                    )
         if not 0 <= self.dp_rank < self.dp_degree:
             raise ConfigError(
                 f"options: dp_rank must be in [0, dp_degree = {self.dp_degree}), got {self.dp_rank}"
@@ -102,15 +102,18 @@ class Options:
 def check_names(given: Mapping[str, Any], config: type, where: str) -> None:
     """Raise a ConfigError that lists the known settings if a given one is unknown."""
     known = {one.name for one in fields(config)}
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known are {sorted(known)}")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{where}: {unknown(name, known, 'setting')}")
 
 
 def _check_io(io_options: Mapping[str, Any]) -> None:
     cache = io_options.get("cache", {})
-    unknown = sorted(set(io_options) - {"cache"}) or sorted(set(cache) - {"enabled", "dir"})
-    if unknown:
+    if not isinstance(cache, Mapping):
+        raise ConfigError(f"options: io_options['cache'] must be a table, got {cache!r}")
+    strange = sorted(set(io_options) - {"cache"}) or sorted(set(cache) - {"enabled", "dir"})
+    if strange:
         raise ConfigError(
-            f"options: io_options has no {unknown[0]!r}; known is "
+            f"options: io_options has no {strange[0]!r}; known is "
             '{"cache": {"enabled": bool, "dir": str}}'
         )

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from zephon_mm.batch import Batch
-from zephon_mm.checkpoint import FORMAT, check_fingerprint, check_format, gather_checkpoint
+from zephon_mm.checkpoint import gather_checkpoint
 from zephon_mm.compiled import (
     KEPT_BATCHES,
     compile_engine,
@@ -42,10 +42,11 @@ from zephon_mm.ops.pack import PackConfig
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.options import Options, check_names
-from zephon_mm.protocols import ImageProcessor
+from zephon_mm.protocols import ImageProcessor, WorkSource
 from zephon_mm.records import Document
 from zephon_mm.records import Sequence as PackedSequence
 from zephon_mm.report import describe, summary
+from zephon_mm.resume import check_whole, start_of, state_of
 from zephon_mm.runners import make_runner
 from zephon_mm.stages import (
     DocumentStage,
@@ -56,6 +57,7 @@ from zephon_mm.stages import (
     map_stage,
     user_stage,
 )
+from zephon_mm.tables import check_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,12 @@ class Pipeline:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        if not isinstance(source, WorkSource):
+            raise ConfigError(
+                f"Pipeline takes a WorkSource, got {type(source).__name__}. For datasets: "
+                "StaticMixtureWorkSource([dataset], {dataset.name: 1.0}, seed=0)."
+            )
+        self._source: Any = source
         self._options = Options()
         self._stages = Stages()
         self._batching: tuple[int, int | None] | None = None
@@ -88,7 +95,7 @@ class Pipeline:
         self._start = Start()
         self._position = Position(0, 0, None)
         self._recent: deque[Position] = deque(maxlen=KEPT_BATCHES)
-        self._closed = False
+        self._closed = self._pad_tail = False
         self._driver: Driver | None = None
         self._iterator: Callable[[], _Batches | None] = lambda: None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -150,6 +157,11 @@ class Pipeline:
         Raises:
             ConfigError: The tokenizer lacks a token that is needed.
         """
+        if image_processor is not None and not isinstance(image_processor, ImageProcessor):
+            raise ConfigError(
+                f"interleave: image_processor must be an ImageProcessor such as SigLIPProcessor(), "
+                f"got {image_processor!r}"
+            )
         loaded = TextTokenizer.load(tokenizer, image_token=image_token, eos=eos)
         stage = Interleave(loaded, image_processor, eos=eos)
         return self._build(stages=self._stages.with_interleave(stage, parallelism))
@@ -199,15 +211,37 @@ class Pipeline:
         stage = user_stage("accumulate", factory, factory, seed, version)
         return self._build(stages=self._stages.with_sequence(stage))
 
-    def batch(self, *, microbatch_size: int, global_batch_size: int | None = None) -> Self:
+    def batch(
+        self,
+        *,
+        microbatch_size: int,
+        global_batch_size: int | None = None,
+        tail: Literal["drop", "pad"] = "drop",
+    ) -> Self:
         """Set B, the sequences of a batch, and N, those of a step over all ranks.
 
         With N set it is part of the fingerprint; without, N = dp_degree * B.
 
+        Args:
+            microbatch_size: B.
+            global_batch_size: N; every rank delivers N / (dp_degree * B) batches a step.
+            tail: What a finite run does with the sequences that do not fill a step: `drop` them
+                (at most N - 1, counted), or `pad` the step with rows of padding alone, whose `keys`
+                are empty, so that an evaluation sees every document once.
+
         Raises:
             ConfigError: `dp_degree * B` does not divide N.
         """
-        return self._build(batching=(microbatch_size, global_batch_size))
+        check_types(
+            Pipeline.batch,
+            "batch",
+            microbatch_size=microbatch_size,
+            global_batch_size=global_batch_size,
+            tail=tail,
+        )
+        self._build(batching=(microbatch_size, global_batch_size))
+        self._pad_tail = tail == "pad"
+        return self
 
     def _build(
         self,
@@ -255,6 +289,7 @@ class Pipeline:
                 self._position.delivered,
                 self._cursors(self._position),
                 self._position.next_lane,
+                self._position.dealt,
             ),
             finite=config.finite,
             queue=TaskQueue(runner),
@@ -355,21 +390,15 @@ class Pipeline:
         self._check_open()
         at = self._position if after is None else self._position_of(after)
         self._measure_constants()
-        topology = self._topology()
-        lanes = self._cursors(at)
-        state = {
-            "format": FORMAT,
-            "delivered": at.delivered,
-            "next_lane": at.next_lane,
-            "num_lanes": self._options.canonical_replicas,
-            "dp_degree": topology.dp_degree,
-            "dp_rank": topology.dp_rank,
-            "complete": topology.dp_degree == 1 or self._finite or not at.delivered,
-            "lanes": {str(n): [c.window, list(c.state), c.offset] for n, c in lanes.items()},
-            "constants": getattr(self._source, "constants", None),
-            "fingerprint": self.fingerprint(),
-        }
-        state = json.loads(json.dumps(state))
+        state = state_of(
+            at,
+            self._cursors(at),
+            num_lanes=self._options.canonical_replicas,
+            topology=self._topology(),
+            all_lanes=self._plans_all_lanes,
+            constants=getattr(self._source, "constants", None),
+            fingerprint=self.fingerprint(),
+        )
         return state if group is None else gather_checkpoint(state, group)
 
     def restore(self, state: Mapping[str, Any]) -> Self:
@@ -381,24 +410,14 @@ class Pipeline:
         """
         if self._driver is not None:
             raise CheckpointError("restore before iterating: this pipeline has started")
-        check_format(state)
-        if not state["complete"]:
-            raise CheckpointError(
-                f"this state is the part of rank {state['dp_rank']} of {state['dp_degree']}: merge "
-                "the parts of all ranks with zephon_mm.checkpoint.merge_checkpoints, or take it "
-                "with checkpoint(group=...)"
-            )
+        check_whole(state)
         if state["constants"] is not None and getattr(self._source, "needs_constants", False):
             self._source = self._source.with_constants(state["constants"])
-        check_fingerprint(state["fingerprint"], self.fingerprint())
+        start = start_of(state, fingerprint=self.fingerprint(), all_lanes=self._plans_all_lanes)
         if self._batching is not None and self._batching[1] is not None:
-            check_resume(state["delivered"], self._topology())
-        cursors = {
-            int(lane): Cursor(window, tuple(where), offset)
-            for lane, (window, where, offset) in state["lanes"].items()
-        }
-        self._start = Start(state["delivered"], cursors, state["next_lane"])
-        self._position = Position(state["delivered"], state["next_lane"], None)
+            check_resume(start.delivered, self._topology())
+        self._start = start
+        self._position = Position(start.delivered, start.next_lane, None, start.dealt)
         return self
 
     def fingerprint(self) -> dict[str, Any]:
@@ -418,6 +437,10 @@ class Pipeline:
         self.restore(state)
 
     # Parts of the above.
+
+    @property
+    def _plans_all_lanes(self) -> bool:
+        return self._finite or self._options.balance
 
     @property
     def _finite(self) -> bool:
@@ -454,6 +477,7 @@ class Pipeline:
             self._options,
             self._topology(),
             finite=self._finite,
+            pad_tail=self._pad_tail,
             metrics=metrics,
         )
 

@@ -213,6 +213,15 @@ class Sequence(NamedTuple):
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
+    def num_valid_tokens(self) -> int:
+        """Tokens that carry loss; the first token of a piece has nothing to be predicted from."""
+        return sum(
+            max(min(stop, piece.stop) - max(start, piece.start + 1), 0)
+            for piece in self.pieces
+            for start, stop in piece.record.trained_runs
+        )
+
+    @property
     def num_images(self) -> int:
         """Images of all pieces."""
         return sum(1 for piece in self.pieces for _ in piece.images())

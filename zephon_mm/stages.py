@@ -11,12 +11,13 @@ from zephon_mm.engine.tasks import Context, detect_schema
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.interleave import Interleave
-from zephon_mm.ops.map import DocumentOp, MapSequences, name_of
+from zephon_mm.ops.map import DocumentOp, MapSequences, call, name_of
 from zephon_mm.ops.pack import PackConfig, Report, make_packer
 from zephon_mm.ops.shuffle import ShuffleBuffer
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.protocols import Accumulator
 from zephon_mm.rng import Stream
+from zephon_mm.tables import check_types
 
 Factory = Callable[[Stream], Accumulator[Any, Any]]
 
@@ -56,6 +57,7 @@ class ShuffleStage:
     seed: int
 
     def __post_init__(self) -> None:
+        check_types(ShuffleStage, "shuffle", buffer_size=self.buffer_size, seed=self.seed)
         if self.buffer_size < 1:
             raise ConfigError(f"shuffle: buffer_size must be at least 1, got {self.buffer_size}")
 
@@ -79,8 +81,19 @@ class UserStage:
     version: str
 
     def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
-        """Return what the user's factory makes of a keyed random stream."""
-        return self.factory(Stream(self.seed, self.operator, place, lane, window))
+        """Return what the user's factory makes of a keyed random stream.
+
+        Raises:
+            ConfigError: It has no `push` and `flush`.
+        """
+        stream = Stream(self.seed, self.operator, place, lane, window)
+        made = call(f".{self.operator}", self.factory, stream)
+        if not isinstance(made, Accumulator):
+            raise ConfigError(
+                f".{self.operator}({self.name}) must return an object with push(item) and flush(), "
+                f"got {made!r}"
+            )
+        return made
 
     def fingerprint(self) -> Any:
         """Return the function's name and version."""
@@ -89,6 +102,8 @@ class UserStage:
 
 def user_stage(operator: str, factory: Factory, fn: Any, seed: int, version: str) -> UserStage:
     """Return a stage for a user's function."""
+    if not callable(fn):
+        raise ConfigError(f".{operator} takes a function, got {fn!r}")
     return UserStage(operator, factory, name_of(fn), seed, version)
 
 
@@ -121,6 +136,8 @@ class Stages:
         Raises:
             ConfigError: The documents are tokenised already.
         """
+        if not callable(stage.operator.fn):  # type: ignore[attr-defined]
+            raise ConfigError(f"{stage.name} takes a function")
         if self.interleave is not None:
             raise ConfigError(
                 f"{stage.name} takes documents: put it before .interleave or .tokenize; for packed "
@@ -145,7 +162,7 @@ class Stages:
             ConfigError: It stands before tokenising or packing, or packing comes twice.
         """
         packs = isinstance(stage, PackStage)
-        name = next(iter(stage.fingerprint()))
+        name = "pack_flat" if packs else next(iter(stage.fingerprint()))
         if self.interleave is None:
             raise ConfigError(f".{name} comes after .interleave or .tokenize")
         if packs and self.packing is not None:
@@ -162,6 +179,7 @@ class Stages:
         """
         if parallelism is None:
             return self
+        check_types(Stages, "operators", parallelism=parallelism)
         if parallelism < 1:
             raise ConfigError(f"parallelism must be at least 1, got {parallelism}")
         return replace(self, parallelism=min(parallelism, self.parallelism or parallelism))

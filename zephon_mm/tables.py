@@ -18,6 +18,7 @@ import re
 from collections import abc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -75,6 +76,27 @@ def checked(table: Mapping[str, Any], knobs: Mapping[str, Knob], base: Path = Pa
         name: _absolute(value, base) if _is_path(knobs[name].hint) else value
         for name, value in table.items()
     }
+
+
+def check_types(owner: Callable[..., Any], where: str, **values: Any) -> None:
+    """Check values that code passed against the annotations of what takes them.
+
+    Args:
+        owner: A class or function.
+        where: What the message begins with.
+        **values: Parameter name -> value. Numbers of NumPy pass for Python's.
+
+    Raises:
+        ConfigError: A value is of another type.
+    """
+    knobs = knobs_of(owner)
+    for name, value in values.items():
+        hint = knobs[name].hint
+        plain = value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+        if plain is None and NoneType in get_args(hint):
+            continue
+        if not _fits(plain, hint):
+            raise ConfigError(f"{where}: {name} must be {_words(hint)}, got {value!r}")
 
 
 def unknown(name: str, known: Collection[str], what: str) -> str:

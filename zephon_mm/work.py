@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from zephon_mm.errors import ConfigError
 from zephon_mm.records import Chunk, ShardInfo, State
 from zephon_mm.rng import Stream
+from zephon_mm.tables import check_types
 
 Rows = NDArray[np.int64]
 MeasureRows = Callable[[int, list[tuple[int, int]]], list[int | None]]
@@ -49,6 +50,7 @@ class TokenEstimation:
     sample_rows: int = 64
 
     def __post_init__(self) -> None:
+        check_types(TokenEstimation, "TokenEstimation", sample_rows=self.sample_rows)
         if self.sample_rows < 1:
             raise ConfigError(
                 f"TokenEstimation: sample_rows must be at least 1, got {self.sample_rows}"
@@ -82,11 +84,19 @@ class StaticMixtureWorkSource:
         shuffle: bool = True,
         shuffle_block_rows: int = 4096,
     ) -> None:
+        check_types(
+            StaticMixtureWorkSource,
+            "source",
+            seed=seed,
+            token_estimation=token_estimation,
+            stop_after_passes=stop_after_passes,
+            stop=stop,
+            shuffle=shuffle,
+            shuffle_block_rows=shuffle_block_rows,
+        )
         weights = _check_mixture(datasets, mixture)
         if stop_after_passes is not None and stop_after_passes < 1:
             raise ConfigError(f"stop_after_passes must be None or >= 1, got {stop_after_passes}")
-        if stop not in ("first_exhausted", "all_exhausted"):
-            raise ConfigError(f"stop must be first_exhausted or all_exhausted, got {stop!r}")
         if shuffle_block_rows < 1:
             raise ConfigError(f"shuffle_block_rows must be at least 1, got {shuffle_block_rows}")
         self._datasets = [dataset for dataset in datasets if weights[dataset.name] > 0]
@@ -193,7 +203,7 @@ class StaticMixtureWorkSource:
             if not tokens:
                 raise ConfigError(
                     f"none of {len(rows)} sampled rows of dataset {dataset.name!r} gives tokens. "
-                    "Check its schema and fields, or give it weight 0."
+                    "Check its schema, .map and .filter, or give it weight 0."
                 )
             num_bytes = sum(shard.num_bytes for shard in dataset.shards)
             per_row[dataset.name] = tokens / len(rows)
@@ -417,6 +427,9 @@ def _check_mixture(datasets: Sequence[Any], mixture: Mapping[str, float]) -> dic
             f"mixture names {sorted(mixture)}, datasets are {sorted(names)}. Give every dataset "
             "a weight under its name; 0 leaves it out."
         )
+    for name, weight in mixture.items():
+        if not isinstance(weight, int | float):
+            raise ConfigError(f"mixture[{name!r}] must be a number, got {weight!r}")
     weights = {name: float(weight) for name, weight in mixture.items()}
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):

@@ -50,7 +50,7 @@ def test_a_lane_that_ended_drops_out_of_later_rounds(lengths: list[int]) -> None
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        (Topology(3, 0, 2, 8), r"3 \* 2 must divide .* 8.*dp_degree may be 1, 2, 4; .*nothing"),
+        (Topology(3, 0, 2, 8), r"3 \* 2 must divide .* 8.*dp_degree may be 1, 2, 4; .*none at all"),
         (Topology(2, 2, 1, 2), r"dp_rank must be in \[0, dp_degree = 2\), got 2"),
         (Topology(0, 0, 1, 2), r"dp_degree must be at least 1"),
     ],

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.errors import WorkerCrashed, WorkerLost
+from zephon_mm.errors import RunnerError, WorkerCrashed, WorkerLost
+from zephon_mm.records import SampleRef, Skip
 
 
 def double(context: Any, items: list[int]) -> list[int]:
@@ -20,25 +21,34 @@ def negate(context: Any, items: list[int]) -> list[int]:
     return [-item for item in items]
 
 
-def poison(item: int, error: WorkerCrashed) -> str:
-    return f"{item}: {error}"
+def poison(context: Any, item: int, cause: str) -> Skip:
+    return Skip(SampleRef(0, 0, item), "crashed_worker", f"{item}: {cause}", True)
 
 
 class HandRunner:
     """Implements `protocols.Runner`; its tasks run when the test says so.
 
-    A task with an item in `deadly` crashes its worker, as often as that item's count says.
+    A task with an item in `deadly` ends its worker with `error`, as often as the count says.
     """
 
-    def __init__(self, workers: int = 1, deadly: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int = 1,
+        deadly: Mapping[int, int] | None = None,
+        error: type[RunnerError] = WorkerCrashed,
+    ) -> None:
         self.workers = workers
-        self.inside: list[tuple[Callable[..., Any], list[int], Future[Any]]] = []
+        self.broken = False
+        self.inside: list[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = []
         self.started: list[list[int]] = []
         self._deadly = dict(deadly or {})
+        self._error = error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        if self.broken:
+            raise RunnerError("no worker can live here")
         future: Future[Any] = Future()
-        self.inside.append((fn, args[0], future))
+        self.inside.append((fn, args, future))
         self.started.append(args[0])
         return future
 
@@ -49,14 +59,14 @@ class HandRunner:
         return {}
 
     def run(self, position: int = 0) -> None:
-        fn, items, future = self.inside.pop(position)
-        killers = [item for item in items if self._deadly.get(item, 0)]
+        fn, args, future = self.inside.pop(position)
+        killers = [] if fn is poison else [n for n in args[0] if self._deadly.get(n, 0)]
         for item in killers:
             self._deadly[item] -= 1
         if killers:
-            future.set_exception(WorkerCrashed("signal 11"))
+            future.set_exception(self._error("signal 11"))
         else:
-            future.set_result(fn(None, items))
+            future.set_result(fn(None, *args))
 
     def run_all(self) -> None:
         while self.inside:
@@ -128,23 +138,45 @@ def test_an_item_that_crashes_alone_twice_is_poisoned_and_no_other(
     # With others, an item's first crash is the shared one; then it has two tries alone.
     tries = 2 if len(items) == 1 else 3
     expected = [
-        f"{item}: signal 11" if deadly.get(item, 0) >= tries else 2 * item for item in items
+        poison(None, item, "signal 11") if deadly.get(item, 0) >= tries else 2 * item
+        for item in items
     ]
     assert future.result(0) == expected
     assert queue.depth == 0
 
 
-def test_a_fault_of_the_environment_is_raised_and_frees_its_slot() -> None:
-    runner = HandRunner(1)
+@pytest.mark.parametrize("items", [[5], [4, 5, 6]])
+def test_an_item_whose_workers_are_lost_alone_too_is_named(items: list[int]) -> None:
+    runner = HandRunner(1, {5: 9}, WorkerLost)
     queue = TaskQueue(runner)
-    lost = queue.submit((0,), double, [1], poison)
-    _, _, inner = runner.inside.pop()
-    inner.set_exception(WorkerLost("killed 3 times"))
-    with pytest.raises(WorkerLost, match="killed 3 times"):
+    lost = queue.submit((0,), double, items, poison)
+    runner.run_all()
+    with pytest.raises(WorkerLost, match=r"^5: signal 11$"):
         lost.result(0)
+    assert queue.depth == 0
     later = queue.submit((0,), double, [2], poison)
     runner.run_all()
     assert later.result(0) == [4]
+
+
+def test_a_task_that_is_lost_only_in_company_is_saved() -> None:
+    runner = HandRunner(1, {5: 1}, WorkerLost)
+    queue = TaskQueue(runner)
+    slow = queue.submit((0,), double, [4, 5, 6], poison)
+    runner.run_all()
+    assert slow.result(0) == [8, 10, 12]
+
+
+def test_a_runner_that_fails_for_good_fails_every_task_and_leaves_none_waiting() -> None:
+    runner = HandRunner(1)
+    queue = TaskQueue(runner)
+    futures = [queue.submit((0,), double, [n], poison) for n in range(queue.slots + 20)]
+    runner.broken = True
+    while runner.inside:
+        runner.inside.pop(0)[2].set_exception(RunnerError("no worker can live here"))
+    assert all(isinstance(future.exception(0), RunnerError) for future in futures)
+    late = queue.submit((0,), double, [9], poison)
+    assert isinstance(late.exception(0), RunnerError)
 
 
 def test_a_part_that_fails_otherwise_fails_the_whole() -> None:
@@ -152,9 +184,9 @@ def test_a_part_that_fails_otherwise_fails_the_whole() -> None:
     queue = TaskQueue(runner)
     whole = queue.submit((0,), double, [1, 2], poison)
     runner.run()
-    runner.inside.pop(0)[2].set_exception(WorkerLost("killed"))
+    runner.inside.pop(0)[2].set_exception(OSError("gone"))
     runner.run_all()
-    with pytest.raises(WorkerLost, match="killed"):
+    with pytest.raises(OSError, match="gone"):
         whole.result(0)
 
 

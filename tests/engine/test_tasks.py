@@ -12,7 +12,7 @@ from tests.fixtures.memory import PROCESSOR, MemoryReader, dataset, document_of,
 from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm.engine import tasks
 from zephon_mm.engine.tasks import Context, Failure, ImageJob, materialize, measure
-from zephon_mm.errors import SampleError, WorkerCrashed
+from zephon_mm.errors import SampleError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import Filter, Map
@@ -200,9 +200,9 @@ def test_a_broken_image_is_a_failure_and_its_neighbours_are_not(
     assert second.message.startswith("b/m-2/1: ")
 
 
-def test_what_crashed_its_worker_is_a_defect_that_names_itself() -> None:
-    error = WorkerCrashed("signal 11")
-    skip = tasks.poisoned_sample((1, 2, 3), error)
-    assert skip == Skip(SampleRef(1, 2, 3), "crashed_worker", "signal 11", True)
-    job = ImageJob(SampleRef(1, 2, 3), FileBlob("/x", 0, 1), 0, SHAPE)
-    assert tasks.poisoned_image(job, error) == Failure("crashed_worker", "(1, 2, 3): signal 11")
+def test_what_crashed_its_worker_is_a_defect_that_names_itself(context: Context) -> None:
+    skip = tasks.poisoned_sample(context, (1, 2, 1), "signal 11")
+    assert skip == Skip(SampleRef(1, 2, 1), "crashed_worker", "b/m-2/1: signal 11", True)
+    job = ImageJob(SampleRef(1, 2, 1), FileBlob("/x", 0, 1), 0, SHAPE)
+    failure = tasks.poisoned_image(context, job, "signal 11")
+    assert failure == Failure("crashed_worker", "b/m-2/1: signal 11")

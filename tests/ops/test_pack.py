@@ -246,8 +246,8 @@ def test_the_first_sequence_does_not_wait_for_the_lookahead() -> None:
         ({"max_length": 0}, "max_length must be at least 1, got 0"),
         ({"lookahead": 0}, "lookahead must be at least 1"),
         ({"max_images": -1}, "max_images must be None or >= 0"),
-        ({"algorithm": "worst_fit"}, "algorithm must be best_fit or wrap, got 'worst_fit'"),
-        ({"overlong": "keep"}, "overlong must be drop or truncate, got 'keep'"),
+        ({"algorithm": "worst_fit"}, "algorithm must be .* got 'worst_fit'"),
+        ({"overlong": "keep"}, "overlong must be .* got 'keep'"),
     ],
 )
 def test_a_config_that_cannot_work_is_named(options: dict[str, Any], found: str) -> None:

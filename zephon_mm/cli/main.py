@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from zephon_mm.errors import ZephonError
 
@@ -48,6 +49,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         description="Elastic, deterministic data loading for vision-language models.",
         epilog="`zephon-mm COMMAND --help` explains a command. Start with `zephon-mm demo`.",
     )
+    parser.add_argument("--version", action="version", version=version("zephon-mm"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():

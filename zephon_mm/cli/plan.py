@@ -1,10 +1,11 @@
 """`zephon-mm plan RECIPE`: the next sequences of the global order, as a table.
 
-Imports: recipe. Used by: cli.main.
+Imports: errors, recipe. Used by: cli.main.
 """
 
 import argparse
 
+from zephon_mm.errors import ConfigError
 from zephon_mm.recipe import load_recipe
 
 MOST_KEYS = 3
@@ -18,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; return the exit status."""
+    if arguments.n < 1:
+        raise ConfigError(f"-n must be at least 1, got {arguments.n}")
     pipeline = load_recipe(arguments.recipe).pipeline()
     print(f"{'number':>6}  {'tokens':>6}  {'images':>6}  samples")
     for planned in pipeline.plan(arguments.n):

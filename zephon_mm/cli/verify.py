@@ -257,7 +257,10 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    try:
+        return [_positive(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from None
 
 
 def _runners(text: str) -> list[str]:

@@ -311,6 +311,7 @@ class Driver:
             numbers=group.numbers,
             keys=tuple(sequence_keys(datasets, sequence) for sequence in group.sequences),
             delivered=group.after.delivered,
+            step_valid_tokens=group.step_valid_tokens,
             image_processor=config.context.image_processor,
         )
         pending = Pending(group, assembly, arrays, batch)

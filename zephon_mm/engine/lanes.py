@@ -55,7 +55,8 @@ class LanePlan:
     `accumulators(lane, window)` makes the operators of one window. `max_error_rate` is the share of
     defective samples that is tolerated, 0 for none. `barren_records` is how many samples in a row
     may give no sequence before that is an error. `remembered` is how many sequences before the
-    next one a lane can still give a cursor of.
+    next one a lane can still give a cursor of. `balance` deals each step's sequences to ranks by
+    their work; `pad_tail` completes the last step of a finite run with empty rows.
     """
 
     source: WorkSource
@@ -66,6 +67,8 @@ class LanePlan:
     barren_records: int
     remembered: int
     task_rows: int = 32
+    balance: bool = False
+    pad_tail: bool = False
 
 
 Measure = Callable[[int, Any], "Future[list[Record | Skip]]"]

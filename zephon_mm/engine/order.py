@@ -98,4 +98,4 @@ class Round:
 
 def _some(values: list[int]) -> str:
     shown = ", ".join(map(str, values[:12]))
-    return (shown + (", ..." if len(values) > 12 else "")) or "nothing"
+    return (shown + (", ..." if len(values) > 12 else "")) or "none at all"

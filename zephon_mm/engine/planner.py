@@ -2,9 +2,9 @@
 
 An endless source is planned in the lanes that this rank needs. A finite one is planned in all lanes
 everywhere, one whole step ahead, because which lanes have ended decides the order of what follows;
-so every rank stops at the same step without talking.
+so every rank stops at the same step without talking. Balancing needs whole steps too.
 
-Imports: engine.lanes, engine.order, records. Used by: engine.driver, pipeline.
+Imports: engine.balance, engine.lanes, engine.order, records. Used by: engine.driver, pipeline.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zephon_mm.engine.balance import Costs, costs_of, deal, in_order, straggler
 from zephon_mm.engine.lanes import Cursor, Lane, LanePlan
 from zephon_mm.engine.order import Round, Topology, delivered_of_lane
 from zephon_mm.engine.schedule import TaskQueue
@@ -25,35 +26,57 @@ Wait = Callable[["Future[Any]"], None]
 """Blocks until a future is done; the driver serves other requests meanwhile."""
 
 
+class Hand(NamedTuple):
+    """A part of a step that was delivered: the first `groups` of its deal to a topology."""
+
+    groups: int
+    ranks: int
+    microbatch_size: int
+    balanced: bool
+
+    @property
+    def size(self) -> int:
+        """Sequences delivered, over all ranks."""
+        return self.groups * self.ranks * self.microbatch_size
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where planning begins: globally delivered sequences, and a cursor for lanes that began.
 
-    `next_lane` is whose turn it is, in a finite run.
+    `next_lane` is whose turn it is, in a run that plans whole steps. `dealt` is what was delivered
+    of a step whose rows do not come in order.
     """
 
     delivered: int = 0
     cursors: Mapping[int, Cursor] | None = None
     next_lane: int = 0
+    dealt: tuple[Hand, ...] = ()
 
 
 class Position(NamedTuple):
     """The state of the global order after `delivered` sequences.
 
-    `counts` holds, in a finite run, how many sequences each lane has given since the start.
+    `counts` holds, in a run that plans whole steps, how many sequences each lane has given since
+    the start. Inside a balanced step, these and `next_lane` are those of its beginning.
     """
 
     delivered: int
     next_lane: int
     counts: tuple[int, ...] | None
+    dealt: tuple[Hand, ...] = ()
 
 
 class Group(NamedTuple):
-    """What this rank delivers next: its rows, their global numbers, the position afterwards."""
+    """What this rank delivers next: its rows, their global numbers, the position afterwards.
+
+    `step_valid_tokens` is known where this rank plans whole steps.
+    """
 
     sequences: list[PackedSequence]
     numbers: list[int]
     after: Position
+    step_valid_tokens: int | None = None
 
 
 class Planner:
@@ -86,7 +109,7 @@ class Planner:
         self._plan = plan
         self._topology = topology
         self._start = start
-        self._finite = finite
+        self._stepwise = finite or plan.balance  # plans all lanes, a step at a time
         self._queue = queue
         self._wait = wait
         self._metrics = metrics
@@ -96,7 +119,7 @@ class Planner:
 
     def groups(self) -> Iterator[Group]:
         """Yield this rank's batches until the data ends; endless if the source is."""
-        groups = self._finite_groups() if self._finite else self._endless_groups()
+        groups = self._step_groups() if self._stepwise else self._endless_groups()
         for group in groups:
             self._due += 1
             yield group
@@ -136,36 +159,90 @@ class Planner:
             after = Position(delivered, delivered % self.num_lanes, None)
             yield Group(sequences, numbers, after)
 
-    def _finite_groups(self) -> Iterator[Group]:
+    def _step_groups(self) -> Iterator[Group]:
         turn = Round(self.num_lanes, next_lane=self._start.next_lane)
         counts = [0] * self.num_lanes
         turns = turn.turns()
         for lane in range(self.num_lanes):
             self._lane(lane).fill(self._tasks_ahead)
-        delivered = self._start.delivered
+        dealt = self._start.dealt
+        delivered = self._start.delivered - sum(hand.size for hand in dealt)
         step_size = self._topology.global_batch_size
-        group_size = self._topology.group_size
         while True:
             left = step_size - delivered % step_size
-            if left % group_size:  # only without a global batch size: steps count from the start
-                left = step_size
+            if left % self._topology.group_size and not dealt:
+                left = step_size  # only without a global batch size: steps count from the start
+            before = Position(delivered, turn.next_lane, tuple(counts))
             step: list[PackedSequence] = []
-            groups: list[Group] = []
+            after = [before]
             for sequence in itertools.islice(self._in_turn(turns, turn, counts), left):
                 step.append(sequence)
-                if len(step) % group_size == 0:
-                    at = delivered + len(step)
-                    numbers = self._topology.numbers(at - group_size)
-                    rows = [step[number - delivered] for number in numbers]
-                    after = Position(at, turn.next_lane, tuple(counts))
-                    groups.append(Group(rows, list(numbers), after))
-            if len(step) < left:
-                self._metrics.add("leftover_sequences", len(step))
+                after.append(Position(delivered + len(step), turn.next_lane, tuple(counts)))
+            if len(step) < left and not self._completes(step, after, left):
                 if delivered == 0:
                     raise self._too_few(len(step))
                 return
-            yield from groups
-            delivered += left
+            yield from self._dealt_groups(step, after, dealt)
+            delivered, dealt = delivered + left, ()
+
+    def _completes(self, step: list[PackedSequence], after: list[Position], left: int) -> bool:
+        """Pad the last step of a finite run with empty rows, if that is asked for."""
+        if not self._plan.pad_tail or not step:
+            self._metrics.add("leftover_sequences", len(step))
+            return False
+        missing = left - len(step)
+        self._metrics.add("padded_rows", missing)
+        step += [PackedSequence(())] * missing
+        end = after[-1]
+        after += [end._replace(delivered=end.delivered + 1 + more) for more in range(missing)]
+        return True
+
+    def _dealt_groups(
+        self, step: list[PackedSequence], after: list[Position], dealt: tuple[Hand, ...]
+    ) -> Iterator[Group]:
+        """Yield this rank's rows of a step of which the hands `dealt` were delivered before."""
+        dp, rank, size, _ = self._topology
+        costs = costs_of(step)
+        rows = list(range(len(step)))
+        for hand in dealt:
+            hands = self._deal(costs, rows, hand)[: hand.groups]
+            rows = sorted(set(rows) - {row for group in hands for part in group for row in part})
+        hands = self._deal(costs, rows, Hand(0, dp, size, self._plan.balance))
+        self._measure_straggling(costs, rows, hands)
+        first = after[0].delivered
+        tokens = sum(sequence.num_valid_tokens for sequence in step)
+        for number, group in enumerate(hands, start=1):
+            at = after[len(step) - len(rows) + number * dp * size]
+            if (self._plan.balance or dealt) and number < len(hands):
+                # Not a prefix of the order: the step is planned and dealt again on restore.
+                history = (*dealt, Hand(number, dp, size, self._plan.balance))
+                at = after[0]._replace(delivered=at.delivered, dealt=history)
+            mine = group[rank]
+            yield Group([step[i] for i in mine], [first + i for i in mine], at, tokens)
+
+    @staticmethod
+    def _deal(costs: Costs, rows: list[int], hand: Hand) -> list[list[list[int]]]:
+        """Return [group][rank] -> rows, of the rows that are left of a step."""
+        if not hand.balanced:
+            parts = in_order(len(rows), ranks=hand.ranks, microbatch_size=hand.microbatch_size)
+        else:
+            parts = deal(costs[rows], ranks=hand.ranks, microbatch_size=hand.microbatch_size)
+        return [[[rows[i] for i in part] for part in group] for group in parts]
+
+    def _measure_straggling(
+        self, costs: Costs, rows: list[int], hands: list[list[list[int]]]
+    ) -> None:
+        """Add up how uneven the ranks' work was and is, for `metrics()`."""
+        dp, _, size, _ = self._topology
+        if not self._plan.balance:
+            return
+        plain = self._deal(costs, rows, Hand(0, dp, size, False))
+        for name, parts in (("before", plain), ("after", hands)):
+            vision, attention = straggler(costs, parts)
+            self._metrics.add_all(
+                {f"vision_straggler_{name}": vision, f"attention_straggler_{name}": attention}
+            )
+        self._metrics.add("balanced_steps")
 
     def _in_turn(
         self, turns: Iterator[int], turn: Round, counts: list[int]
@@ -243,12 +320,12 @@ class Planner:
     def _first(self, lane: int) -> int:
         """Return the index of a lane's first owed sequence; a finite run counts from its start."""
         delivered = self._start.delivered
-        return 0 if self._finite else delivered_of_lane(delivered, lane, self.num_lanes)
+        return 0 if self._stepwise else delivered_of_lane(delivered, lane, self.num_lanes)
 
     def _index(self, at: Position, lane: int) -> int:
         if at.counts is not None:
             return at.counts[lane]
-        if self._finite:
+        if self._stepwise:
             return 0  # nothing has been delivered since the start
         return delivered_of_lane(at.delivered, lane, self.num_lanes)
 
@@ -261,4 +338,4 @@ class Planner:
         return list(numbers)
 
     def _num_needed(self) -> int:
-        return self.num_lanes if self._finite else len(self._needed(self._start.delivered))
+        return self.num_lanes if self._stepwise else len(self._needed(self._start.delivered))

@@ -2,13 +2,15 @@
 
 The runner is a plain executor that knows nothing of samples. This queue holds back all but
 `4 * workers` tasks, so that a task which is due sooner overtakes those that wait, and runs the
-items of a task one by one when their worker crashed natively: an item that crashes twice alone is a
-defect of the data, whatever it shared a task with. The runner is filled up again when it is half
-empty: each worker then still has a task to run and one to follow.
+items of a task one by one when it took its workers with it: an item that crashes natively twice
+alone is a defect of the data, whatever it shared a task with; one whose workers are killed or
+overdue alone too ends the task with an error that names it. The runner is filled up again when it
+is half empty: each worker then still has a task to run and one to follow.
 
 Laws (tests/engine/test_schedule.py):
     1. The result of a task is the list of its items' results, in order, however it was run.
     2. At most `slots` tasks are in the runner; of those waiting, the smallest priority goes next.
+    3. Every task ends, also when the runner fails for good.
 
 Imports: errors, protocols. Used by: engine.planner, engine.driver.
 """
@@ -21,11 +23,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from zephon_mm.errors import WorkerCrashed
+from zephon_mm.errors import RunnerError, WorkerCrashed, WorkerLost
 from zephon_mm.protocols import Runner
 
 Priority = tuple[int, ...]
-Poison = Callable[[Any, WorkerCrashed], Any]
+Poison = Callable[[Any, Any, str], Any]
+"""A worker function, since only the context has names: (context, item, what happened) -> result.
+
+Its result must have a `message` that names the item."""
 
 
 class _Task(NamedTuple):
@@ -69,6 +74,8 @@ class TaskQueue:
             fn: A worker function: (context, items) -> list with one result an item.
             items: A sequence that can be sliced.
             poison: Gives the result of an item that crashed its worker twice, alone.
+
+        The future's exception is the task's own; a WorkerLost names the item.
         """
         future: Future[list[Any]] = Future()
         self._push(_Task(priority, next(self._order), fn, items, poison, future, 0))
@@ -100,10 +107,10 @@ class TaskQueue:
         while (task := self._next()) is not None:
             try:
                 inner = self._runner.submit(task.fn, task.items)
-            except RuntimeError as error:  # the runner was shut down meanwhile
+            except (RuntimeError, RunnerError) as error:  # it was shut down, or failed for good
                 self._left(task)
                 task.future.set_exception(error)
-                return
+                continue  # so will all that wait
             inner.add_done_callback(partial(self._done, task))
 
     def _next(self) -> _Task | None:
@@ -140,13 +147,13 @@ class TaskQueue:
         error = inner.exception()
         if error is None:
             task.future.set_result(inner.result())
-        elif isinstance(error, WorkerCrashed):
+        elif isinstance(error, WorkerCrashed | WorkerLost):
             self._isolate(task, error)
         else:
             task.future.set_exception(error)
 
-    def _isolate(self, task: _Task, error: WorkerCrashed) -> None:
-        """Run the items of a crashed task alone; an item alone gets one more try."""
+    def _isolate(self, task: _Task, error: WorkerCrashed | WorkerLost) -> None:
+        """Run the items of a task alone; one that crashed alone gets one more try."""
         if len(task.items) > 1:
             parts: list[Future[list[Any]]] = [Future() for _ in task.items]
             for part in parts:
@@ -154,16 +161,38 @@ class TaskQueue:
             for position, part in enumerate(parts):
                 item = task.items[position : position + 1]
                 self._push(task._replace(order=next(self._order), items=item, future=part))
-        elif task.crashes == 0:
+        elif isinstance(error, WorkerCrashed) and task.crashes == 0:
             self._push(task._replace(order=next(self._order), crashes=1))
         else:
-            task.future.set_result([task.poison(task.items[0], error)])
+            self._blame(task, error)
+
+    def _blame(self, task: _Task, error: WorkerCrashed | WorkerLost) -> None:
+        """End the task of one item with its poison, or with an error that names the item."""
+        try:
+            named = self._runner.submit(task.poison, task.items[0], str(error))
+        except (RuntimeError, RunnerError):
+            task.future.set_exception(error)
+            return
+        named.add_done_callback(lambda done: _convict(task.future, error, done))
+
+
+def _convict(
+    future: Future[list[Any]], error: WorkerCrashed | WorkerLost, named: Future[Any]
+) -> None:
+    if named.cancelled():
+        future.cancel()
+    elif named.exception() is not None:
+        future.set_exception(error)
+    elif isinstance(error, WorkerCrashed):
+        future.set_result([named.result()])
+    else:
+        future.set_exception(WorkerLost(named.result().message))
 
 
 def _gather(parts: Sequence[Future[list[Any]]], whole: Future[list[Any]]) -> None:
     """Finish the whole once every part has finished, in order.
 
-    Crashes exist in the process runner alone, whose one manager thread finishes every future.
+    Deaths exist in the process runner alone, whose one manager thread finishes every future.
     """
     if whole.done() or not all(part.done() for part in parts):
         return

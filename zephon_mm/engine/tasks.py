@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from zephon_mm.io import Dataset, read_blob
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
-from zephon_mm.processors.documents import Schema, fields_of, schema_of, to_document
+from zephon_mm.processors.documents import Schema, SchemaName, fields_of, schema_of, to_document
 from zephon_mm.protocols import ImageProcessor, Sample
 from zephon_mm.records import Blob, Document, Record, SampleRef, Skip
 from zephon_mm.shm.arena import Arena
@@ -76,18 +76,31 @@ def detect_schema(dataset: Dataset) -> Schema:
     Raises:
         ConfigError: The fields tell no schema.
     """
+    if callable(dataset.schema):
+        return dataset.schema
     if dataset.schema is not None:
-        return dataset.schema  # type: ignore[return-value]  # a name is checked when used
+        names: tuple[SchemaName, ...] = get_args(SchemaName)
+        for name in names:
+            if dataset.schema == name:
+                return name
+        raise ConfigError(
+            f"dataset {dataset.name!r}: schema={dataset.schema!r} is unknown, expected one of "
+            f"{', '.join(names)}, or a function"
+        )
     fields: set[str] = set()
+    first_error: SampleError | None = None
     for number, shard in enumerate(dataset.shards[:DETECTED_SHARDS]):
         rows = range(min(shard.num_rows, DETECTED_ROWS))
         for sample in dataset.reader.read(number, rows):
-            if not isinstance(sample, SampleError):
+            if isinstance(sample, SampleError):
+                first_error = first_error or sample
+            else:
                 fields |= fields_of(sample)
     try:
         return schema_of(fields)
     except SampleError as error:
-        raise ConfigError(f"dataset {dataset.name!r} ({dataset.path}): {error.message}") from error
+        reason = first_error.message if first_error and not fields else error.message
+        raise ConfigError(f"dataset {dataset.name!r} ({dataset.path}): {reason}") from error
 
 
 def measure(context: Context, refs: Iterable[Sequence[int]]) -> list[Record | Skip]:
@@ -187,11 +200,16 @@ def _persistently(action: Callable[[], T], name: str) -> T:
         raise
 
 
-def poisoned_sample(ref: Sequence[int], error: Any) -> Skip:
+def poisoned_sample(context: Context, ref: Sequence[int], cause: str) -> Skip:
     """What `measure` answers for a sample that crashed its worker twice, alone."""
-    return Skip(SampleRef(*map(int, ref)), "crashed_worker", str(error), True)
+    where = SampleRef(*map(int, ref))
+    return Skip(where, "crashed_worker", f"{_name(context, where)}: {cause}", True)
 
 
-def poisoned_image(job: ImageJob, error: Any) -> Failure:
+def poisoned_image(context: Context, job: ImageJob, cause: str) -> Failure:
     """What `materialize` answers for an image that crashed its worker twice, alone."""
-    return Failure("crashed_worker", f"{tuple(job.ref)}: {error}")
+    return Failure("crashed_worker", f"{_name(context, job.ref)}: {cause}")
+
+
+def _name(context: Context, ref: SampleRef) -> str:
+    return context.datasets[ref.dataset].row_name(ref.shard, ref.row)

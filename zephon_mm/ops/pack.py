@@ -25,11 +25,12 @@ Imports: errors, records. Used by: engine, pipeline.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from zephon_mm.errors import ConfigError
 from zephon_mm.records import Piece, Policy, Record, Sequence
+from zephon_mm.tables import check_types
 
 Report = Callable[[str, Record], None]
 """`report(reason, record)`: a record was dropped (`overlong`, `too_many_images`) or `truncated`."""
@@ -66,15 +67,13 @@ class PackConfig:
     lookahead: int = 512
 
     def __post_init__(self) -> None:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        check_types(PackConfig, "pack", **values)
         for name in ("max_length", "lookahead"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"pack: {name} must be at least 1, got {getattr(self, name)}")
         if self.max_images is not None and self.max_images < 0:
             raise ConfigError(f"pack: max_images must be None or >= 0, got {self.max_images}")
-        if self.algorithm not in ("best_fit", "wrap"):
-            raise ConfigError(f"pack: algorithm must be best_fit or wrap, got {self.algorithm!r}")
-        if self.overlong not in ("drop", "truncate"):
-            raise ConfigError(f"pack: overlong must be drop or truncate, got {self.overlong!r}")
 
 
 def make_packer(config: PackConfig, report: Report = ignore) -> "BestFitPacker | WrapPacker":

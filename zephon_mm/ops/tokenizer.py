@@ -14,6 +14,7 @@ Imports: errors. Used by: ops.interleave, ops.tokenize, pipeline.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -264,6 +265,12 @@ def _open(spec: Any) -> tuple[Tokenizer, Mapping[str, Any]]:
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             return _read(file), _read_names(file.parent)
+        local = isinstance(spec, Path) or ("/" in spec and path.parent.is_dir())
+        if not path.exists() and (local or not re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(spec))):
+            raise ConfigError(
+                f"tokenizer {str(spec)!r}: there is no folder with tokenizer.json, nor such a "
+                "file, and a hub id has the form owner/name. Check the path."
+            )
         return _open(_from_hub(str(spec)))
     backend = getattr(spec, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -28,6 +28,7 @@ import cloudpickle
 from zephon_mm.errors import RunnerError
 
 _PROTOCOL = 5
+_NO_FILE = "<dynamic-code>"
 _registry_lock = threading.Lock()
 
 
@@ -60,6 +61,9 @@ class _Thorough(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has n
             self._register(obj.__name__)
         elif isinstance(obj, (type, FunctionType)):
             self._register(obj.__module__)
+        elif isinstance(obj, CodeType) and obj.co_filename != _NO_FILE:
+            # cloudpickle drops the name of the file, and tracebacks from workers need it.
+            return _in_file, (obj.replace(co_filename=_NO_FILE), obj.co_filename)
         return super().reducer_override(obj)
 
     def _register(self, name: str) -> None:
@@ -69,6 +73,10 @@ class _Thorough(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has n
         if name != "__main__" and name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self.registered.append(module)
+
+
+def _in_file(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_filename=name)
 
 
 @functools.cache
