@@ -276,7 +276,7 @@ def test_to_training_gives_what_a_model_takes_and_nothing_else() -> None:
     common = {"input_ids", "labels", "position_ids", "pixel_values"}
     varlen = batch.to_training()
     assert set(varlen) == common | {
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache")
     }
     assert varlen["input_ids"].shape == (1, 8)
     assert varlen["cu_seq_lens_q"].tolist() == [0, 3, 4, 7, 8]
@@ -300,7 +300,8 @@ def test_renaming_and_wrong_names() -> None:
 
 
 @pytest.mark.slow
-def test_pck_04_a_packed_document_gets_the_logits_that_it_gets_alone() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_pck_04_a_packed_document_gets_the_logits_that_it_gets_alone(attention: Any) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds, for this test alone
 
     torch.manual_seed(0)
@@ -322,15 +323,16 @@ def test_pck_04_a_packed_document_gets_the_logits_that_it_gets_alone() -> None:
         for i, size in enumerate((7, 1, 12, 5, 9))
     ]
     batch = assemble([whole(*documents[:3]), whole(*documents[3:])], length=24)
-    inputs = batch.to_training(attention="sdpa")
+    inputs = batch.to_training(attention=attention)
     with torch.no_grad():
         packed = model(**{k: v for k, v in inputs.items() if k != "pixel_values"})
+        logits = packed.logits.reshape(2, 24, -1)
         loss = torch.zeros(())
         for number, document in enumerate(documents):
             row, segment = (0, number + 1) if number < 3 else (1, number - 2)
             ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
             alone = model(input_ids=ids, labels=ids)
-            found = packed.logits[row, batch.segment_ids[row] == segment]
+            found = logits[row, batch.segment_ids[row] == segment]
             torch.testing.assert_close(found, alone.logits[0], rtol=1e-5, atol=1e-5)
             if ids.shape[1] > 1:
                 loss += alone.loss * (ids.shape[1] - 1)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.memory import Recipe
 from zephon_mm.checkpoint import (
     FORMAT,
     check_fingerprint,
@@ -23,6 +24,7 @@ def part(rank: int, lanes: dict[str, list[Any]], **changes: Any) -> dict[str, An
         "format": FORMAT,
         "delivered": 8,
         "next_lane": 0,
+        "dealt": [],
         "num_lanes": 4,
         "dp_degree": 2,
         "dp_rank": rank,
@@ -118,3 +120,23 @@ def test_gathering_over_a_group_of_one_is_merging() -> None:
         assert gather_checkpoint(alone, dist.group.WORLD) == merge_checkpoints([alone])
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"delivered": None},
+        {"lanes": []},
+        {"lanes": {"0": [1, 2]}},
+        {"fingerprint": "x"},
+        {"complete": 1},
+    ],
+)
+def test_a_damaged_state_is_named(recipe: Recipe, damage: dict[str, Any]) -> None:
+    with recipe.build() as pipeline:
+        state = pipeline.checkpoint()
+    with pytest.raises(CheckpointError, match=rf"damaged: .*{next(iter(damage))[:4]}"):
+        recipe.build(state={**state, **damage})
+    absent = {name: value for name, value in state.items() if name not in damage}
+    with pytest.raises(CheckpointError, match=r"damaged.*absent"):
+        merge_checkpoints([absent])

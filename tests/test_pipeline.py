@@ -352,3 +352,40 @@ def test_a_state_stays_small() -> None:
         state = pipeline.checkpoint()
     assert len(state["lanes"]) == 64
     assert len(json.dumps(state)) <= 16 << 10
+
+
+@pytest.mark.parametrize("returned", [None, 3])
+def test_a_map_sequence_that_returns_no_sequence_is_told(recipe: Recipe, returned: Any) -> None:
+    pipeline = Pipeline(recipe.source()).options(runner="inline", memory_budget_bytes=8 << 20)
+    pipeline.interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+    pipeline.pack_flat(max_length=64).map_sequence(lambda _: returned).batch(microbatch_size=1)
+    with pipeline, pytest.raises(TypeError, match=r"map_sequence.* must return a Sequence"):
+        next(iter(pipeline))
+
+
+def test_an_accumulator_without_push_is_told(recipe: Recipe) -> None:
+    pipeline = Pipeline(recipe.source()).options(runner="inline", memory_budget_bytes=8 << 20)
+    pipeline.interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+    pipeline.pack_flat(max_length=64).accumulate(lambda rng: object()).batch(microbatch_size=1)
+    with pipeline, pytest.raises(ConfigError, match=r"accumulate.* push\(item\) and flush"):
+        next(iter(pipeline))
+
+
+def test_a_source_that_is_none_is_told(recipe: Recipe) -> None:
+    with pytest.raises(ConfigError, match="Pipeline takes a WorkSource, got Dataset"):
+        Pipeline(recipe.datasets[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatch_size": 2.5}, "microbatch_size must be an integer, got 2.5"),
+        ({"microbatch_size": True}, "microbatch_size must be an integer, got True"),
+        ({"microbatch_size": 1, "tail": "keep"}, "tail must be"),
+    ],
+)
+def test_a_wrong_type_is_told_where_it_is_passed(
+    recipe: Recipe, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(recipe.source()).batch(**change)

@@ -89,9 +89,12 @@ class Batch:
             attention: How the model keeps documents apart.
                 `varlen`: `input_ids`, `labels`, `position_ids` as (1, B * L), with
                 `cu_seq_lens_q`, `cu_seq_lens_k` (int32) and `max_length_q`, `max_length_k` (int):
-                the names that transformers' flash attention takes.
+                the names that transformers' flash attention takes. `use_cache` is False: with
+                other attention implementations transformers tells packed documents apart by their
+                positions, but only without a cache, and attends across them otherwise.
                 `sdpa`: (B, L) tensors and `attention_mask`, (B, 1, L, L) bool, True where a query
-                may attend: causal, inside its own segment.
+                may attend: causal, inside its own segment. For attn_implementation="sdpa" only:
+                "eager" would add a bool mask to the scores.
                 `block`: (B, L) tensors and `attention_mask`, a flex-attention `BlockMask` of the
                 same rule.
             shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
@@ -103,8 +106,11 @@ class Batch:
             processor, all zero for invalid images; absent in a pipeline without images.
 
         Raises:
-            ConfigError: Unknown `attention`, or `rename` names a key that is not there.
+            ConfigError: Unknown `attention`, no floating `dtype`, or `rename` names a key that is
+                not there or gives two keys one name.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         labels = _shifted(self.labels) if shift_labels else self.labels
         tensors: dict[str, Any] = {
             "input_ids": self.input_ids,
@@ -119,6 +125,7 @@ class Batch:
         tensors = {name: value.to(device) for name, value in tensors.items()}
         if attention == "varlen":
             tensors["max_length_q"] = tensors["max_length_k"] = self.max_seqlen
+            tensors["use_cache"] = False
         else:
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
@@ -315,4 +322,7 @@ def _block_mask(segment_ids: torch.Tensor) -> Any:
 def _renamed(tensors: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
     if unknown := sorted(set(rename) - set(tensors)):
         raise ConfigError(f"rename has no such keys: {unknown}; there are {sorted(tensors)}")
-    return {rename.get(name, name): value for name, value in tensors.items()}
+    renamed = {rename.get(name, name): value for name, value in tensors.items()}
+    if len(renamed) < len(tensors):
+        raise ConfigError(f"rename gives two keys one name: {dict(rename)}")
+    return renamed

@@ -24,6 +24,18 @@ FORMAT = "zephon_mm checkpoint 1"
 _SHARED = ("delivered", "next_lane", "dealt", "num_lanes", "dp_degree", "constants", "fingerprint")
 
 
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("delivered", "next_lane", "num_lanes", "dp_degree", "dp_rank"), (int,)),
+    "complete": (bool,),
+    "dealt": (list,),
+    "lanes": (dict,),
+    "constants": (dict, type(None)),
+    "fingerprint": (dict,),
+}
+_CURSOR = [int, list, int]
+_ABSENT = object()
+
+
 def merge_checkpoints(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the complete state from the parts of all ranks.
 
@@ -75,6 +87,18 @@ def check_format(state: object, name: str = "the state") -> None:
             f"{name} is not a checkpoint of this version: its format is {found!r}, expected "
             f"{FORMAT!r}. Pass what Pipeline.checkpoint() returned."
         )
+    assert isinstance(state, Mapping)
+    for field, kind in _FIELDS.items():
+        if type(state.get(field, _ABSENT)) not in kind:
+            raise CheckpointError(
+                f"{name} is damaged: its {field!r} is {state.get(field, 'absent')!r}. Use another "
+                "checkpoint, or write this one again."
+            )
+    for lane, cursor in state["lanes"].items():
+        if not (isinstance(cursor, list | tuple) and [type(v) for v in cursor] == _CURSOR):
+            raise CheckpointError(
+                f"{name} is damaged: lane {lane} is at {cursor!r}, not [window, [state], offset]"
+            )
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -92,9 +116,6 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
             + "\nUse the recipe that wrote it. Ranks, microbatch size, runner, workers and budgets "
             "may change freely."
         )
-
-
-_ABSENT = object()
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

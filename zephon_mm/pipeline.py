@@ -278,6 +278,7 @@ class Pipeline:
 
     def plan(self, count: int) -> Iterator[PlannedSequence]:
         """Yield the next `count` sequences of the global order, without decoding an image."""
+        self._check_open()
         metrics = Metrics()
         config = self._compiled(metrics)
         runner = make_runner("inline", config.context, workers=1)
@@ -408,6 +409,7 @@ class Pipeline:
             CheckpointError: The state is a part, of another recipe, or iteration has started.
             ConfigError: It was taken inside a step that this topology cannot finish.
         """
+        self._check_open()
         if self._driver is not None:
             raise CheckpointError("restore before iterating: this pipeline has started")
         check_whole(state)

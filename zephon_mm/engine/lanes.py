@@ -225,6 +225,11 @@ class Lane:
 
     def _emit(self, sequences: Iterable[PackedSequence]) -> None:
         for sequence in sequences:
+            if not isinstance(sequence, PackedSequence):
+                raise TypeError(
+                    f"an operator after .pack_flat gave a {type(sequence).__name__}, expected a "
+                    "Sequence: check what push and flush of .accumulate return"
+                )
             if self.emitted >= self._keep_from:
                 self._outputs.append(sequence)
             self.emitted += 1

@@ -60,8 +60,18 @@ class MapSequences:
     fn: Callable[[Sequence], Sequence]
 
     def push(self, item: Sequence) -> list[Sequence]:
-        """Return `[fn(sequence)]`."""
-        return [call(".map_sequence", self.fn, item)]
+        """Return `[fn(sequence)]`.
+
+        Raises:
+            TypeError: `fn` returned something that is not a sequence.
+        """
+        result = call(".map_sequence", self.fn, item)
+        if not isinstance(result, Sequence):
+            raise TypeError(
+                f".map_sequence({name_of(self.fn)}) must return a Sequence, got "
+                f"{type(result).__name__}"
+            )
+        return [result]
 
     def flush(self) -> list[Sequence]:
         """Hold nothing."""

@@ -34,7 +34,7 @@ def serve(sock: socket.socket, context: Any, board: "memoryview[int]", slot: int
         (number,) = wire.REQUEST.unpack(header)
         board[slot] = number
         ok, reply = _run(context, payload)
-        _flush_output()
+        flush_output()
         try:
             wire.post(sock, wire.REPLY.pack(number, ok), reply)
         except ConnectionError:
@@ -74,8 +74,8 @@ def _dump(result: Any) -> bytes:
         ) from error
 
 
-def _flush_output() -> None:
-    """Write out what the task printed: a worker may be killed at any time."""
+def flush_output() -> None:
+    """Write out what was printed: a worker may be killed at any time, a zygote ends at once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

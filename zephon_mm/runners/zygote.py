@@ -89,6 +89,8 @@ def main(text: str) -> None:
         wire.send(control, [pickle.dumps(("failed", report[-_TEXT_LIMIT:]))])
         return
     zygote.run()
+    worker.flush_output()
+    os._exit(0)  # the trainer waits for this end, and tearing torch down would take a second
 
 
 def _load(boot: Boot) -> Any:
