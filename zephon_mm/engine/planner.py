@@ -115,7 +115,7 @@ class Planner:
         self._metrics = metrics
         self._lanes: dict[int, Lane] = {}
         self._due = 0  # batches planned so far: measuring for an earlier batch goes first
-        self._tasks_ahead = max(2, -(-queue.slots // self._num_needed()))
+        self._tasks_ahead = max(2, -(-queue.slots // self._num_needed())) if queue.runs_ahead else 1
 
     def groups(self) -> Iterator[Group]:
         """Yield this rank's batches until the data ends; endless if the source is."""
@@ -148,7 +148,7 @@ class Planner:
         delivered = self._start.delivered
         group_size = self._topology.group_size
         for number in self._needed(delivered):
-            self._lane(number).fill(self._tasks_ahead)
+            self._look_ahead(self._lane(number))
         while True:
             numbers = list(self._topology.numbers(delivered))
             sequences = [
@@ -164,7 +164,7 @@ class Planner:
         counts = [0] * self.num_lanes
         turns = turn.turns()
         for lane in range(self.num_lanes):
-            self._lane(lane).fill(self._tasks_ahead)
+            self._look_ahead(self._lane(lane))
         dealt = self._start.dealt
         delivered = self._start.delivered - sum(hand.size for hand in dealt)
         step_size = self._topology.global_batch_size
@@ -276,8 +276,12 @@ class Planner:
         """Return sequence `index` of a lane, planning as far as needed; None at its end."""
         while (sequence := lane.take(index)) is None and not lane.exhausted:
             self._advance(lane)
-        lane.fill(self._tasks_ahead)
+        self._look_ahead(lane)
         return sequence
+
+    def _look_ahead(self, lane: Lane) -> None:
+        if self._queue.runs_ahead:
+            lane.fill(self._tasks_ahead)
 
     def _advance(self, lane: Lane) -> None:
         lane.fill(self._tasks_ahead)

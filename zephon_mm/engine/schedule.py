@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from zephon_mm.errors import RunnerError, WorkerCrashed, WorkerLost
 from zephon_mm.protocols import Runner
+from zephon_mm.runners.inline import InlineRunner
 
 Priority = tuple[int, ...]
 Poison = Callable[[Any, Any, str], Any]
@@ -46,6 +47,8 @@ class _Task(NamedTuple):
 class TaskQueue:
     """Submits `fn(context, items)` to a runner, smallest priority first.
 
+    `runs_ahead` is False where a task runs when it is submitted: look-ahead is only a delay there.
+
     Args:
         runner: Where tasks run.
     """
@@ -53,6 +56,7 @@ class TaskQueue:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.slots = 4 * runner.workers
+        self.runs_ahead = not isinstance(runner, InlineRunner)
         self._limits: dict[Callable[..., Any], int] = {}
         self._running: dict[Callable[..., Any], int] = {}
         self._waiting: list[_Task] = []
