@@ -53,7 +53,7 @@ def test_what_is_not_there_or_empty_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DatasetError, match=r"'d' is empty: .*empty\.jsonl"):
         Dataset.from_path("d", tmp_path / "empty.jsonl", cache_dir=tmp_path / "cache")
-    with pytest.raises(ConfigError, match="empty list"):
+    with pytest.raises(ConfigError, match=r"path is \[\]"):
         Dataset.from_path("d", [])
 
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"readers", "processors", "runners", "shm", "io"},
     {"ops", "work", "batch", "checkpoint", "index"},
     {"engine"},
-    {"options", "stages", "compiled", "resume", "report", "pipeline", "recipe"},
+    {"options", "stages", "compiled", "planning", "resume", "report", "pipeline", "recipe"},
     {"integrations", "cli"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in sorted(parts)}

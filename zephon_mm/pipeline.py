@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -31,9 +31,7 @@ from zephon_mm.compiled import (
 from zephon_mm.engine.driver import Driver, EngineConfig
 from zephon_mm.engine.lanes import Cursor
 from zephon_mm.engine.order import Topology, check_resume, check_topology
-from zephon_mm.engine.pending import sequence_keys
-from zephon_mm.engine.planner import Planner, Position, Start
-from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.engine.planner import Position, Start
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.metrics import Metrics
 from zephon_mm.ops.interleave import Interleave
@@ -42,12 +40,12 @@ from zephon_mm.ops.pack import PackConfig
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.options import Options, check_names
+from zephon_mm.planning import PlannedSequence, planned_sequences
 from zephon_mm.protocols import ImageProcessor, WorkSource
 from zephon_mm.records import Document
 from zephon_mm.records import Sequence as PackedSequence
 from zephon_mm.report import describe, summary
 from zephon_mm.resume import check_whole, start_of, state_of
-from zephon_mm.runners import make_runner
 from zephon_mm.stages import (
     DocumentStage,
     Factory,
@@ -59,19 +57,8 @@ from zephon_mm.stages import (
 )
 from zephon_mm.tables import check_types
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedSequence:
-    """One sequence of the global order, known without decoding.
-
-    `number` is its global number; `keys` names its samples; `tokens` excludes padding.
-    """
-
-    number: int
-    keys: tuple[str, ...]
-    num_tokens: int
-    num_images: int
-    sequence: PackedSequence
+STATE_KEY = "zephon_mm"
+"""The one key of `state_dict()`."""
 
 
 class Pipeline:
@@ -279,33 +266,9 @@ class Pipeline:
     def plan(self, count: int) -> Iterator[PlannedSequence]:
         """Yield the next `count` sequences of the global order, without decoding an image."""
         self._check_open()
-        metrics = Metrics()
-        config = self._compiled(metrics)
-        runner = make_runner("inline", config.context, workers=1)
-        planner = Planner(
-            config.plan,
-            num_lanes=config.num_lanes,
-            topology=Topology(1, 0, 1, 1),
-            start=Start(
-                self._position.delivered,
-                self._cursors(self._position),
-                self._position.next_lane,
-                self._position.dealt,
-            ),
-            finite=config.finite,
-            queue=TaskQueue(runner),
-            wait=lambda future: None,
-            metrics=metrics,
-        )
-        for _, group in zip(range(count), planner.groups(), strict=False):
-            sequence = group.sequences[0]
-            yield PlannedSequence(
-                group.numbers[0],
-                sequence_keys(config.context.datasets, sequence),
-                sequence.num_tokens,
-                sequence.num_images,
-                sequence,
-            )
+        at = self._position
+        start = Start(at.delivered, self._cursors(at), at.next_lane, at.dealt)
+        yield from planned_sequences(self._compiled(Metrics()), start, count)
 
     def metrics(self) -> dict[str, Any]:
         """Return counters, rates and what limits: see `zephon_mm.report.summary`."""
@@ -430,13 +393,20 @@ class Pipeline:
         result: dict[str, Any] = json.loads(json.dumps(found))
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return `checkpoint()`, under the name that trainers look for."""
-        return self.checkpoint()
+    def state_dict(self) -> dict[str, str]:
+        """Return `checkpoint()` as JSON under one key, for trainers that look for this method.
+
+        `torch.distributed.checkpoint` fills a template that it takes before the first batch: its
+        structure must not change. With several ranks save `checkpoint(group=...)` instead, whose
+        value is the same on every rank.
+        """
+        return {STATE_KEY: json.dumps(self.checkpoint())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call `restore(state)`, under the name that trainers look for."""
-        self.restore(state)
+        """Restore what `state_dict` returned."""
+        if STATE_KEY not in state:
+            raise CheckpointError(f"load_state_dict takes what state_dict gave, got {state!r:.200}")
+        self.restore(json.loads(state[STATE_KEY]))
 
     # Parts of the above.
 

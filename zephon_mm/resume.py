@@ -48,6 +48,8 @@ def state_of(
 def check_whole(state: Mapping[str, Any]) -> None:
     """Raise a CheckpointError unless this is a complete state of a format that we read."""
     check_format(state)
+    if state["delivered"] and not state["lanes"] and not state["dealt"]:
+        raise CheckpointError("the state is damaged: it has no lanes. Use another checkpoint.")
     if not state["complete"]:
         raise CheckpointError(
             f"this state is the part of rank {state['dp_rank']} of {state['dp_degree']}: merge "

@@ -18,10 +18,11 @@ import re
 from collections import abc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from numbers import Number
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from zephon_mm.errors import ConfigError
 
@@ -92,7 +93,7 @@ def check_types(owner: Callable[..., Any], where: str, **values: Any) -> None:
     knobs = knobs_of(owner)
     for name, value in values.items():
         hint = knobs[name].hint
-        plain = value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+        plain = value.item() if isinstance(value, np.number) else value
         if plain is None and NoneType in get_args(hint):
             continue
         if not _fits(plain, hint):

@@ -18,6 +18,7 @@ from zephon_mm.runners import pickles
 
 _TEXT_LIMIT = 200
 _TASKS_PER_WORKER = 2
+_OVERDUE_ATTEMPTS = 2  # a hang is rarely luck, and each attempt waits for the whole timeout
 
 _NATIVE = {
     signal.SIGSEGV,
@@ -108,7 +109,7 @@ def judge(task: Task, code: int, *, overdue: bool, max_attempts: int) -> RunnerE
         task: What the worker ran.
         code: Its exit code, negative for a signal.
         overdue: It was killed because the task ran too long.
-        max_attempts: Deaths from outside that a task may survive, plus one.
+        max_attempts: Deaths from outside that a task may survive, plus one; it may be overdue once.
 
     Returns:
         None to run it again, or the error it ends with. A native crash ends it at once: only the
@@ -120,7 +121,7 @@ def judge(task: Task, code: int, *, overdue: bool, max_attempts: int) -> RunnerE
             "crashed on these arguments, or the task ended its process: run it alone to see."
         )
     task.attempts += 1
-    if task.attempts < max_attempts:
+    if task.attempts < (min(max_attempts, _OVERDUE_ATTEMPTS) if overdue else max_attempts):
         return None
     cause = "running longer than task_timeout_s" if overdue else cause_of_death(code)
     return WorkerLost(

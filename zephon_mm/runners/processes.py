@@ -73,7 +73,8 @@ class ProcessRunner(Executor):
         fds: Descriptors that the context relies on: inherited under the same numbers. They must
             stay open while the runner lives, since a new zygote inherits them again.
         task_timeout_s: How long one task may run, in seconds, before its worker is killed.
-        max_attempts: How often a task may run when its workers are killed from outside or overdue.
+        max_attempts: How often a task may run when its workers are killed from outside; when they
+            are overdue it has two attempts.
         preload: Modules that are imported once, before the workers are forked.
 
     Raises:
@@ -121,7 +122,7 @@ class ProcessRunner(Executor):
         - RunnerError: the call, its result or its exception cannot be pickled; or the workers
           failed for good;
         - WorkerCrashed: the worker died by itself while it ran this task;
-        - WorkerLost: workers were killed from outside, or were overdue, `max_attempts` times.
+        - WorkerLost: workers were killed from outside `max_attempts` times, or overdue twice.
 
         Raises:
             RuntimeError: The runner was shut down, or belongs to the parent of this process.
