@@ -391,3 +391,21 @@ def test_a_wrong_type_is_told_where_it_is_passed(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Pipeline(recipe.source()).batch(**change)
+
+
+class Forgetful:
+    """An accumulator whose author forgot a `return`."""
+
+    def push(self, item: object) -> None:
+        pass
+
+    def flush(self) -> list[Any]:
+        return []
+
+
+def test_an_accumulator_that_returns_nothing_is_told(recipe: Recipe) -> None:
+    pipeline = Pipeline(recipe.source()).options(runner="inline", memory_budget_bytes=8 << 20)
+    pipeline.interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+    pipeline.pack_flat(max_length=64).accumulate(lambda rng: Forgetful()).batch(microbatch_size=1)
+    with pipeline, pytest.raises(TypeError, match=r"\.accumulate.* push must return an iterable"):
+        next(iter(pipeline))

@@ -12,7 +12,8 @@ from typing import Any
 from zephon_mm.engine.driver import EngineConfig
 from zephon_mm.engine.lanes import LanePlan
 from zephon_mm.engine.order import Topology
-from zephon_mm.engine.tasks import measure
+from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import Dataset
 from zephon_mm.metrics import Metrics
@@ -20,6 +21,7 @@ from zephon_mm.ops.map import name_of
 from zephon_mm.options import Options
 from zephon_mm.protocols import Accumulator, ImageProcessor
 from zephon_mm.records import Record
+from zephon_mm.runners import make_runner
 from zephon_mm.stages import ShuffleStage, Stages
 
 KEPT_BATCHES = 1024
@@ -71,19 +73,32 @@ def measure_factor(num_lanes: int, topology: Topology) -> float:
     return min(num_lanes, cycle * size) * topology.dp_degree / num_lanes
 
 
-def with_constants(source: Any, stages: Stages) -> Any:
-    """Return the source, with its constants measured on its fixed rows if it needs some."""
+def with_constants(source: Any, stages: Stages, options: Options) -> Any:
+    """Return the source, with its constants measured on its fixed rows if it needs some.
+
+    A runner of the pipeline's kind measures: a sample that hangs or crashes is contained by it.
+    """
     if not getattr(source, "needs_constants", False):
         return source
     if stages.interleave is None:
         raise ConfigError("estimating tokens needs .interleave or .tokenize")
-    context = stages.context(source.datasets)
+    runner = make_runner(
+        options.runner,
+        stages.context(source.datasets),
+        workers=options.workers,
+        task_timeout_s=options.task_timeout_s,
+    )
+    queue = TaskQueue(runner)
 
     def count_tokens(dataset: int, rows: list[tuple[int, int]]) -> list[int | None]:
-        measured = measure(context, [(dataset, shard, row) for shard, row in rows])
+        refs = [(dataset, shard, row) for shard, row in rows]
+        measured = queue.submit((0,), measure, refs, poisoned_sample).result()
         return [item.num_tokens if isinstance(item, Record) else None for item in measured]
 
-    return source.with_constants(source.estimate(count_tokens))
+    try:
+        return source.with_constants(source.estimate(count_tokens))
+    finally:
+        runner.shutdown(wait=True, cancel_futures=True)
 
 
 def fingerprint(

@@ -438,7 +438,7 @@ class Pipeline:
         return self._driver.cursors(at)
 
     def _measure_constants(self) -> None:
-        self._source = with_constants(self._source, self._stages)
+        self._source = with_constants(self._source, self._stages, self._options)
 
     def _compiled(self, metrics: Metrics) -> EngineConfig:
         self.validate()

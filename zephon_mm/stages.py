@@ -3,7 +3,7 @@
 Imports: ops, engine.tasks, errors, protocols, rng. Used by: pipeline.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -93,11 +93,30 @@ class UserStage:
                 f".{self.operator}({self.name}) must return an object with push(item) and flush(), "
                 f"got {made!r}"
             )
-        return made
+        return _Named(made, f".{self.operator}({self.name})")
 
     def fingerprint(self) -> Any:
         """Return the function's name and version."""
         return {self.operator: {"name": self.name, "seed": self.seed, "version": self.version}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A user's accumulator, whose errors name it."""
+
+    accumulator: Accumulator[Any, Any]
+    name: str
+
+    def push(self, item: Any) -> Iterable[Any]:
+        return self._iterable("push", call(self.name, self.accumulator.push, item))
+
+    def flush(self) -> Iterable[Any]:
+        return self._iterable("flush", self.accumulator.flush())
+
+    def _iterable(self, method: str, result: Any) -> Iterable[Any]:
+        if not isinstance(result, Iterable):
+            raise TypeError(f"{self.name}: {method} must return an iterable, got {result!r}")
+        return result
 
 
 def user_stage(operator: str, factory: Factory, fn: Any, seed: int, version: str) -> UserStage:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tests.fixtures.memory import (
     DEADLY,
+    PROCESSOR,
     DeadlyProcessor,
     MemoryReader,
     Recipe,
@@ -28,12 +29,15 @@ from tests.fixtures.memory import (
     random_rows,
     take,
 )
+from tests.fixtures.tokenizers import byte_level_bpe
+from zephon_mm import Pipeline
 from zephon_mm.engine import tasks
 from zephon_mm.errors import RunnerError, SampleError, WorkerLost
 from zephon_mm.io import Dataset
 from zephon_mm.processors.siglip import SigLIPProcessor
 from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, FileBlob, Image, MediaShape, Text
+from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 KILLS = 100
@@ -297,3 +301,24 @@ def test_a_users_exception_names_its_line_its_operator_and_its_sample(recipe: Re
         assert "1 // 0" in str(caught.value.__cause__)
         with pytest.raises(RunnerError, match="stopped earlier: ZeroDivisionError"):
             next(batches)
+
+
+def test_a_crash_while_tokens_are_estimated_is_contained(recipe: Recipe) -> None:
+    estimating = StaticMixtureWorkSource(
+        recipe.datasets, {"a": 0.5, "b": 0.5}, seed=1, token_estimation=TokenEstimation(30)
+    )
+    pipeline = Pipeline(estimating).options(
+        runner="process", workers=1, memory_budget_bytes=8 << 20, max_error_rate=1.0
+    )
+    pipeline.map(abort_on_rare).interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+    pipeline.pack_flat(max_length=64).batch(microbatch_size=1)
+    with pipeline:
+        assert next(iter(pipeline)).keys
+
+
+def abort_on_rare(document: Document) -> Document:
+    if any(
+        isinstance(s, Text) and s.text.startswith(("1 ", "2 ", "3 ")) for s in document.segments
+    ):
+        os.abort()
+    return document
