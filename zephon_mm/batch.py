@@ -192,7 +192,7 @@ class Assembly:
         max_length: int,
         image_shape: tuple[int, ...] = (3, 0, 0),
     ) -> None:
-        self._sequences = sequences
+        self._sequences: Sequence[PackedSequence] = sequences
         self._length = max_length
         self.images: list[ImageSlot] = []
         self.image_index: list[tuple[int, int, int]] = []
@@ -242,6 +242,10 @@ class Assembly:
             if at < self._length:
                 boundaries.append((row + 1) * self._length)
         self.cu_seqlens = np.array(boundaries, dtype=np.int32)
+
+    def release(self) -> None:
+        """Forget the sequences: what is left serves `invalidate`."""
+        self._sequences, self.images, self.image_index = (), [], []
 
     def invalidate(
         self, batch: Batch, arrays: Mapping[str, NDArray[Any]], invalid: Sequence[int]

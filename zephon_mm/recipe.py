@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from zephon_mm.engine.order import Topology, check_topology
-from zephon_mm.errors import ConfigError
+from zephon_mm.engine.tasks import detect_schema
+from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.io import Dataset, reader_classes
 from zephon_mm.ops.pack import PackConfig
 from zephon_mm.options import Options
@@ -99,7 +100,10 @@ class Recipe:
             mixture[table["name"]] = settings.pop("weight")
             with _at(self.file, "datasets", number):
                 self._check_exists("path", settings["path"])
-                datasets.append(Dataset.from_path(**settings))
+                dataset = Dataset.from_path(**settings)
+                if "interleave" in self.tables:
+                    detect_schema(dataset)  # an unknown one is told here, with its section
+                datasets.append(dataset)
         with _at(self.file, "source"):
             settings = dict(self.tables["source"])
             settings["token_estimation"] = _token_estimation(settings.get("token_estimation"))
@@ -194,8 +198,8 @@ def _at(file: Path, section: str, number: int = 0) -> Iterator[None]:
     where = f"[[{section}]] number {number}" if number else f"[{section}]"
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {where}: {error}") from error
+    except (ConfigError, DatasetError) as error:
+        raise type(error)(f"{file}: {where}: {error}") from error
 
 
 # What each section takes, and the checks that need no data.

@@ -29,6 +29,7 @@ from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.drawing import RowPicture, draw_packing
 from zephon_mm.cli.tiny_model import TinyVLM
 from zephon_mm.cli.verify import Combination, Delivered, Run, first_difference
+from zephon_mm.errors import ConfigError
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.recipe import Recipe, load_recipe
 
@@ -114,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     recipe = load_recipe(file)
     print("\n2. Training a tiny SigLIP + Qwen3 from random weights")
+    if arguments.steps is not None and arguments.steps < 2:
+        raise ConfigError(f"--steps must be at least 2, got {arguments.steps}")
     losses = train(recipe, out, seconds=arguments.seconds, steps=arguments.steps)
     draw_losses(losses, out / "loss.png")
     fell = has_fallen(losses)

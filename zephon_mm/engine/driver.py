@@ -189,7 +189,7 @@ class Driver:
         self._taken += 1
         if self._bell.armed or self._is_low():
             self._wake()
-        return batch, item.group.after
+        return batch, item.after
 
     def cursors(self, at: Position) -> dict[int, Cursor]:
         """Return the cursors of the lanes that this rank plans, at a delivered position."""
@@ -353,7 +353,7 @@ class Driver:
 
     def _judge(self, item: Pending) -> None:
         """Stop when too many images were defective, counted in the order of delivery."""
-        self._images_seen += len(item.assembly.images)
+        self._images_seen += item.counts["images"]
         self._images_bad += len(item.failures)
         rate = self._config.plan.max_error_rate
         judged = rate == 0 or self._images_seen >= JUDGED_IMAGES
