@@ -202,7 +202,8 @@ class Planner:
     ) -> Iterator[Group]:
         """Yield this rank's rows of a step of which the hands `dealt` were delivered before."""
         dp, rank, size, _ = self._topology
-        costs = costs_of(step)
+        weighed = self._plan.balance or any(hand.balanced for hand in dealt)
+        costs = costs_of(step if weighed else [])
         rows = list(range(len(step)))
         for hand in dealt:
             hands = self._deal(costs, rows, hand)[: hand.groups]
