@@ -91,6 +91,11 @@ class JsonlReader:
         """The shards in the order of the data."""
         return self._index.shards
 
+    @property
+    def kind(self) -> str:
+        """Format and options that the rows depend on: a key of what is derived from them."""
+        return self._index.kind
+
     def digest(self) -> str:
         """Return hex digits that change when any shard's name, size or row count does."""
         return self._index.digest()

@@ -8,15 +8,11 @@ Laws (tests/readers/test_rowindex.py):
 
 Cost: one sequential pass of the format's own scanner over new shards. No Python object per row.
 
-Imports: errors, records, rng, readers.files. Used by: readers of single files.
+Imports: arrayfile, errors, records, rng, readers.files. Used by: readers of single files.
 """
 
-import json
 import os
-import struct
-import tempfile
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from zephon_mm.arrayfile import ArrayFile
 from zephon_mm.errors import DatasetError
 from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable
 from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 
-_MAGIC = b"ZMMIDX1\0"
-_PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the JSON header, CRC-32 of all that follows
-_ALIGN = 64  # bytes; views of any dtype then lie on its boundary
 _QUIET_SHARDS = 3  # indexing up to this many shows no progress bar
 
 
@@ -82,6 +76,11 @@ class RowIndex:
             self._cache = os.path.join(cache_dir, f"{digest(kind, *place)}.index")
         self._adopt(self._cached() or self._build(progress=progress))
 
+    @property
+    def kind(self) -> str:
+        """Format and options that the rows depend on."""
+        return self._kind
+
     def digest(self) -> str:
         """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
         return digest(self._kind, *(value for shard in self.shards for value in shard))
@@ -106,7 +105,7 @@ class RowIndex:
         """Leave a mapped image out: the other process maps the same file."""
         state = dict(self.__dict__)
         if self._cache is not None:
-            state["_image"] = self._image.checksum
+            state["_image"] = self._image.file.checksum
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,7 +114,7 @@ class RowIndex:
         if self._cache is None:
             return
         image = _Image.load(self._cache)
-        if image is None or image.checksum != state["_image"]:
+        if image is None or image.file.checksum != state["_image"]:
             before = self.digest()
             self._adopt(self._cached() or self._build(progress=False))
             if self.digest() != before:
@@ -133,12 +132,12 @@ class RowIndex:
     def _cached(self) -> "_Image | None":
         image = _Image.load(self._cache) if self._cache is not None else None
         fits = image is not None and image.stamps() == [file[1:] for file in self.files]
-        return image if image is not None and fits and image.is_intact() else None
+        return image if image is not None and fits and image.file.is_intact() else None
 
     def _build(self, *, progress: bool) -> "_Image":
         old = _Image.load(self._cache) if self._cache is not None else None
         known = {}
-        if old is not None and old.is_intact():
+        if old is not None and old.file.is_intact():
             known = {stamp: i for i, stamp in enumerate(old.stamps())}
         new = sum(file[1:] not in known for file in self.files)
         hidden = None if progress and new > _QUIET_SHARDS else True
@@ -162,79 +161,50 @@ class RowIndex:
 
 
 class _Image:
-    """An index as bytes: prefix, JSON header, then each array of all shards, aligned.
+    """The parts of all shards in one array file.
 
     Args:
-        buffer: (bytes,) uint8, in memory or mapped.
+        file: What `encode` made.
     """
 
-    def __init__(self, buffer: NDArray[np.uint8]) -> None:
-        self._buffer = buffer
-        magic, length, self.checksum = _PREFIX.unpack(buffer[: _PREFIX.size].tobytes())
-        if magic != _MAGIC:
-            raise ValueError("not an index")
-        self._start = _PREFIX.size + length
-        self._header = json.loads(buffer[_PREFIX.size : self._start].tobytes())
+    def __init__(self, file: ArrayFile) -> None:
+        self.file = file
 
     @classmethod
     def load(cls, path: str) -> "_Image | None":
         """Map a file; None if there is none, or it is no index."""
-        try:
-            return cls(np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray))
-        except (OSError, ValueError, struct.error):
-            return None  # absent, empty, cut or overwritten: the same as no cache
+        file = ArrayFile.load(path)
+        return None if file is None else cls(file)
 
     @classmethod
     def encode(cls, files: Sequence[ShardFile], parts: Sequence[Part]) -> "_Image":
         """Lay the parts out; the arrays of one name follow one another."""
         rows = [[*f[1:], p.num_rows, p.meta] for f, p in zip(files, parts, strict=True)]
-        columns, chunks, at = [], [], 0
+        bounds, arrays = {}, {}
         for name in parts[0].arrays:
-            arrays = [part.arrays[name] for part in parts]
-            bounds = np.cumsum([0] + [array.size for array in arrays])
-            columns.append([name, arrays[0].dtype.str, at, bounds.tolist()])
-            data = np.concatenate(arrays).tobytes()
-            chunks.append(data + bytes(-len(data) % _ALIGN))
-            at += len(chunks[-1])
-        header = json.dumps({"shards": rows, "columns": columns}).encode()
-        header += b" " * (-(len(header) + _PREFIX.size) % _ALIGN)
-        body = b"".join([header, *chunks])
-        prefix = _PREFIX.pack(_MAGIC, len(header), zlib.crc32(body))
-        return cls(np.frombuffer(prefix + body, dtype=np.uint8))
+            column = [part.arrays[name] for part in parts]
+            bounds[name] = np.cumsum([0] + [array.size for array in column]).tolist()
+            arrays[name] = np.concatenate(column)
+        return cls(ArrayFile.encode({"shards": rows, "bounds": bounds}, arrays))
 
     def save(self, path: str) -> "_Image":
         """Write whole or not at all; return the same image, mapped from the file."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".new")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self._buffer.data)
-            # Mapped before it gets its name: another process may replace it at any time.
-            mapped = _Image(np.memmap(temporary, dtype=np.uint8, mode="r").view(np.ndarray))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        return mapped
-
-    def is_intact(self) -> bool:
-        """Whether the checksum fits: reads every byte."""
-        return bool(zlib.crc32(self._buffer[_PREFIX.size :].data) == self.checksum)
+        return _Image(self.file.save(path))
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """Return (path, bytes, mtime in ns) of each shard."""
-        return [(path, size, mtime) for path, size, mtime, *_ in self._header["shards"]]
+        return [(path, size, mtime) for path, size, mtime, *_ in self.file.header["shards"]]
 
     def num_rows(self) -> list[int]:
         """Return the rows of each shard."""
-        return [row[3] for row in self._header["shards"]]
+        return [row[3] for row in self.file.header["shards"]]
 
     def part(self, shard: int) -> Part:
         """Return one shard's part; its arrays are views."""
-        *_, num_rows, meta = self._header["shards"][shard]
-        arrays = {}
-        for name, dtype, at, bounds in self._header["columns"]:
-            kind = np.dtype(dtype)
-            first, last = (self._start + at + bounds[i] * kind.itemsize for i in (shard, shard + 1))
-            arrays[name] = self._buffer[first:last].view(kind)
+        *_, num_rows, meta = self.file.header["shards"][shard]
+        bounds = self.file.header["bounds"]
+        arrays = {
+            name: array[bounds[name][shard] : bounds[name][shard + 1]]
+            for name, array in self.file.arrays.items()
+        }
         return Part(num_rows, meta, arrays)

@@ -96,6 +96,11 @@ class WebDatasetReader:
             total.update(self._index.part(shard).meta["skipped"])
         return dict(sorted(total.items()))
 
+    @property
+    def kind(self) -> str:
+        """Format and options that the rows depend on: a key of what is derived from them."""
+        return self._index.kind
+
     def digest(self) -> str:
         """Return hex digits that change with any shard's name, size or rows, and with `split`."""
         return self._index.digest()

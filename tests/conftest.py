@@ -1,5 +1,7 @@
 """Fixtures that several tests share: a few image files, and datasets over them."""
 
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -9,6 +11,12 @@ from zephon_mm.records import FileBlob
 # Tests share two cores with other work: how long an example takes says nothing.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep indexes out of the user's cache, also those of processes that tests start."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tests.fixtures.memory import Recipe
 from zephon_mm.checkpoint import (
     FORMAT,
+    check_allow,
     check_fingerprint,
     check_format,
     gather_checkpoint,
     merge_checkpoints,
 )
-from zephon_mm.errors import CheckpointError
+from zephon_mm.errors import CheckpointError, ConfigError
 
 
 def part(rank: int, lanes: dict[str, list[Any]], **changes: Any) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def part(rank: int, lanes: dict[str, list[Any]], **changes: Any) -> dict[str, An
     } | changes
 
 
+ENTRY = {"name": "mixture", "delivered": 4, "window": 2, "old": {"a": 1.0}, "new": {"b": 1.0}}
 FIRST = part(0, {"0": [0, [0, 4, 0], 2], "10": [1, [2, 4, 8], 0]})
 SECOND = part(1, {"2": [0, [1, 4, 0], 2], "10": [1, [2, 4, 8], 0]})
 
@@ -61,6 +63,7 @@ def test_parts_merge_in_any_order_and_lanes_come_sorted(parts: list[dict[str, An
         ([FIRST, part(1, {}, delivered=9)], "ranks 0 and 1 disagree on delivered: 8 and 9"),
         ([FIRST, part(1, {}, num_lanes=8)], "ranks 0 and 1 disagree on num_lanes: 4 and 8"),
         ([FIRST, part(1, {}, fingerprint={"seed": 2})], "ranks 0 and 1 disagree on fingerprint"),
+        ([FIRST, part(1, {}, lineage=[ENTRY])], r"disagree on lineage: \[\] and \[{'name'"),
         (
             [FIRST, part(1, {"0": [0, [0, 4, 0], 3]})],
             r"rank 1 has lane 0 at \[0, \[0, 4, 0\], 3\], another rank has it at .*, 2\]",
@@ -130,6 +133,9 @@ def test_gathering_over_a_group_of_one_is_merging() -> None:
         {"lanes": {"0": [1, 2]}},
         {"fingerprint": "x"},
         {"complete": 1},
+        {"lineage": None},
+        {"lineage": [ENTRY | {"window": None}]},
+        {"lineage": [ENTRY | {"name": "seed"}]},
     ],
 )
 def test_a_damaged_state_is_named(recipe: Recipe, damage: dict[str, Any]) -> None:
@@ -137,6 +143,59 @@ def test_a_damaged_state_is_named(recipe: Recipe, damage: dict[str, Any]) -> Non
         state = pipeline.checkpoint()
     with pytest.raises(CheckpointError, match=rf"damaged: .*{next(iter(damage))[:4]}"):
         recipe.build(state={**state, **damage})
-    absent = {name: value for name, value in state.items() if name not in damage}
-    with pytest.raises(CheckpointError, match=r"damaged.*absent"):
-        merge_checkpoints([absent])
+
+
+def test_a_state_that_lacks_a_field_is_damaged_but_for_a_lineage(recipe: Recipe) -> None:
+    with recipe.build() as pipeline:
+        state = pipeline.checkpoint()
+    for name in state.keys() - {"format", "next_lane"}:
+        absent = {field: value for field, value in state.items() if field != name}
+        if name == "lineage":
+            assert recipe.build(state=absent).checkpoint() == merge_checkpoints([state])
+            continue
+        with pytest.raises(CheckpointError, match=rf"damaged: its '{name}' is 'absent'"):
+            merge_checkpoints([absent])
+
+
+def test_parts_keep_their_lineage_and_old_ones_have_none() -> None:
+    parts = [part | {"lineage": [ENTRY]} for part in (FIRST, SECOND)]
+    assert merge_checkpoints(parts)["lineage"] == [ENTRY]
+    assert merge_checkpoints([FIRST | {"lineage": []}, SECOND])["lineage"] == []
+
+
+def test_what_is_allowed_is_returned_and_what_is_not_is_refused_with_a_hint() -> None:
+    saved: dict[str, Any] = {
+        "source": {"datasets": [["a", "1"]], "weights": [1.0], "seed": 0},
+        "schemas": ["x"],
+        "tokens": {"image_processor": {"size": 4, "torch": "2"}, "backend": 1},
+    }
+    now = json.loads(json.dumps(saved))
+    now["source"]["datasets"].append(["b", "2"])
+    now["source"]["weights"] = [0.5, 0.5]
+    now["schemas"].append("y")
+    now["tokens"]["image_processor"]["torch"] = "3"
+    mixture = (
+        {"source.weights.0": 1.0},
+        {"schemas.1": "y", "source.datasets.1.0": "b", "source.datasets.1.1": "2"}
+        | {"source.weights.0": 0.5, "source.weights.1": 0.5},
+    )
+    pixels = ({"tokens.image_processor.torch": "2"}, {"tokens.image_processor.torch": "3"})
+    both = {"mixture": mixture, "pixels": pixels}
+    assert check_fingerprint(saved, now, ["pixels", "mixture"]) == both
+    with pytest.raises(CheckpointError, match=r"allow=\['pixels'\]\) would accept .*torch\.$"):
+        check_fingerprint(saved, now, ["mixture"])
+    for change in (
+        {"schemas": ["z", "y"]},
+        {"source": now["source"] | {"seed": 1}},
+        {"source": now["source"] | {"datasets": [["a", "3"], ["b", "2"]]}},
+        {"tokens": {"image_processor": {"size": 5, "torch": "3"}, "backend": 1}},
+        {"tokens": {"image_processor": {"size": 4, "torch": "3"}, "backend": 2}},
+    ):
+        with pytest.raises(CheckpointError, match=r"freely\.$"):
+            check_fingerprint(saved, now | change, ["pixels", "mixture"])
+
+
+def test_names_that_cannot_be_allowed_are_errors() -> None:
+    assert check_allow("mixture") == ["mixture"]
+    with pytest.raises(ConfigError, match=r"unknown change 'pixel'; .* Known: mixture, pixels"):
+        check_allow(["mixture", "pixel"])

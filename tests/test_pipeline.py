@@ -104,7 +104,7 @@ def test_a_running_pipeline_cannot_be_changed(recipe: Recipe) -> None:
     with recipe.build() as pipeline:
         state = pipeline.checkpoint()
         take(pipeline, 1)
-        with pytest.raises(ConfigError, match="running: change a new Pipeline"):
+        with pytest.raises(ConfigError, match="started: change a new Pipeline"):
             pipeline.options(workers=2)
         with pytest.raises(CheckpointError, match="restore before iterating"):
             pipeline.restore(state)
@@ -326,6 +326,7 @@ def test_what_was_estimated_is_kept_in_the_state_and_not_measured_again() -> Non
         build().restore(state | {"constants": guessed})
 
 
+# CKP-18.
 def test_the_names_that_trainers_look_for(recipe: Recipe) -> None:
     with recipe.build() as pipeline:
         take(pipeline, 3)

@@ -265,8 +265,18 @@ def test_constants_that_do_not_fit_are_errors() -> None:
     work = source(Rows("a", [9]), token_estimation=TokenEstimation())
     with pytest.raises(ConfigError, match="none of 9 sampled rows of dataset 'a'"):
         work.estimate(lambda dataset, rows: [None] * len(rows))
-    with pytest.raises(ConfigError, match=r"constants are of datasets \['b'\]"):
-        work.with_constants({"tokens_per_row": {"b": 1.0}})
+
+
+def test_constants_of_some_datasets_leave_the_others_to_be_measured() -> None:
+    data = [Rows("a", [300]), Rows("b", [300, 300])]
+    work = source(*data, token_estimation=TokenEstimation(sample_rows=600))
+    known = {"tokens_per_row": {"a": 7.0, "c": 1.0}, "tokens_per_byte": {"a": 8.0, "c": 1.0}}
+    partly = work.with_constants(known)
+    assert partly.needs_constants
+    constants = partly.estimate(tokens_of)
+    assert constants["tokens_per_row"] == {"a": 7.0, "b": 200.0}
+    assert constants["tokens_per_byte"] == {"a": 8.0, "b": 2.0}
+    assert not partly.with_constants(constants).needs_constants
 
 
 def test_the_fingerprint_depends_on_every_setting() -> None:
@@ -284,6 +294,56 @@ def test_the_fingerprint_depends_on_every_setting() -> None:
         source(a, b, token_estimation=TokenEstimation(sample_rows=8)),
     ]
     assert len({json.dumps(work.fingerprint(), sort_keys=True) for work in sources}) == len(sources)
+
+
+# Mixtures that follow one another; tests/laws/test_lineage.py has the law for whole runs.
+
+
+@given(
+    first=st.lists(st.integers(1, 9), min_size=2, max_size=2),
+    second=st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any),
+    until=st.integers(0, 9),
+    chunk_size=st.integers(1, 9),
+    options=st.fixed_dictionaries(
+        {
+            "stop_after_passes": st.sampled_from([None, 1, 3]),
+            "stop": st.sampled_from(["first_exhausted", "all_exhausted"]),
+        }
+    ),
+)
+def test_a_source_with_a_history_is_one_source_and_then_another(
+    first: list[int], second: list[int], until: int, chunk_size: int, options: dict[str, Any]
+) -> None:
+    data = [Rows("a", [9, 5]), Rows("b", [11]), Rows("c", [8, 1])]
+    old = source(*data[:2], weights=first, **options)
+    new = source(*data, weights=second, **options)
+    total = sum(first)
+    history = [(until, {"a": first[0] / total, "b": first[1] / total})]
+    both = new.with_history(["a", "b"], history)
+    kept = [index for index, weight in enumerate(second) if weight]
+    places = [*range(2), *(index for index in kept if index == 2)]  # datasets of `both`
+    check_work_source(both) if options["stop_after_passes"] is None else None
+    state, plain = both.start(1, 2), old.start(1, 2)
+    for number in range(until):
+        chunk, state = both.next(state, chunk_size)
+        expected, plain = old.next(plain, chunk_size)
+        assert chunk.refs.tolist() == ([] if expected is None else expected.refs.tolist())
+        assert state == both.carried(plain, number + 1)
+    at = {index: state[3 + 2 * place : 5 + 2 * place] for place, index in enumerate(places)}
+    plain = (1, 2, until, *(n for index in kept for n in at[index]))
+    for _ in range(9):
+        chunk, state = both.next(state, chunk_size)
+        expected, plain = new.next(plain, chunk_size)
+        assert (chunk is None) == (expected is None)
+        if chunk is None:
+            break
+        numbered = [(kept[d], shard, row) for d, shard, row in expected.refs.tolist()]
+        assert [(places[d], shard, row) for d, shard, row in chunk.refs.tolist()] == numbered
+
+
+def test_a_history_needs_its_datasets() -> None:
+    with pytest.raises(ConfigError, match=r"needs datasets \['b'\], this source has \['a'\]"):
+        source(Rows("a", [9])).with_history(["b", "a"], [])
 
 
 @pytest.mark.parametrize(

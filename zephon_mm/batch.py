@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
 from zephon_mm.protocols import ImageProcessor
-from zephon_mm.records import ImageSlot
+from zephon_mm.records import ImageSlot, IndexedRecord, Record
 from zephon_mm.records import Sequence as PackedSequence
 from zephon_mm.shm.layout import Layout
 
@@ -176,6 +176,40 @@ def token_fields(rows: int, length: int) -> dict[str, tuple[tuple[int, ...], str
     }
 
 
+TOKEN_DTYPES = tuple(np.dtype(dtype) for _, dtype in token_fields(1, 1).values())
+"""Of `input_ids`, `labels`, `position_ids` and `segment_ids`."""
+
+
+def write_piece(
+    record: Record, start: int, stop: int, segment: int, arrays: Sequence[NDArray[Any]]
+) -> None:
+    """Write tokens `[start, stop)` of a record, the n-th segment of its row.
+
+    Args:
+        record: With its tokens.
+        start: As in `Piece`.
+        stop: As in `Piece`.
+        segment: n, from 1.
+        arrays: Where its ids, labels, positions and segment numbers go, (stop - start,) each.
+    """
+    ids, labels, positions, segments = arrays
+    record.write_tokens(start, stop, ids)
+    labels[:] = IGNORE
+    for first, last in record.trained_runs:
+        run = slice(max(first - start, 1), max(last - start, 0))
+        labels[run] = ids[run]
+    positions[:] = np.arange(stop - start)
+    segments[:] = segment
+
+
+class Text(NamedTuple):
+    """The place of a piece whose tokens are not known yet: row, first column, n-th of the row."""
+
+    row: int
+    start: int
+    segment: int
+
+
 class Assembly:
     """The token side of a batch, filled by the driver while workers write the pixels.
 
@@ -195,6 +229,7 @@ class Assembly:
         self._sequences: Sequence[PackedSequence] = sequences
         self._length = max_length
         self.images: list[ImageSlot] = []
+        self.texts: list[Text] = []
         self.image_index: list[tuple[int, int, int]] = []
         self._documents: list[tuple[int, int, int]] = []  # for each image: row, start, stop
         for row, sequence in enumerate(sequences):
@@ -217,31 +252,33 @@ class Assembly:
             at += size
 
     def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
-        """Write every token array in full: slabs carry old bytes."""
-        ids, labels = arrays["input_ids"], arrays["labels"]
-        positions, segments = arrays["position_ids"], arrays["segment_ids"]
-        count = np.arange(self._length)
+        """Write every token array in full, for slabs carry old bytes; but not `texts`."""
+        tokens = [arrays[name] for name in token_fields(0, 0)]
+        ids, labels, positions, segments = tokens
         boundaries = [0]
-        labels[...] = IGNORE
         for row, sequence in enumerate(self._sequences):
             at = 0
             for number, piece in enumerate(sequence.pieces, start=1):
                 end = at + piece.stop - piece.start
-                record, shift = piece.record, at - piece.start
-                record.write_tokens(piece.start, piece.stop, ids[row, at:end])
-                for first, last in record.trained_runs:
-                    run = slice(max(first + shift, at + 1), max(min(last + shift, end), 0))
-                    labels[row, run] = ids[row, run]
-                positions[row, at:end] = count[: end - at]
-                segments[row, at:end] = number
+                if isinstance(piece.record, IndexedRecord):
+                    self.texts.append(Text(row, at, number))
+                else:
+                    place = [array[row, at:end] for array in tokens]
+                    write_piece(piece.record, piece.start, piece.stop, number, place)
                 boundaries.append(row * self._length + end)
                 at = end
             ids[row, at:] = pad_id
-            positions[row, at:] = count[: self._length - at]
+            labels[row, at:] = IGNORE
+            positions[row, at:] = np.arange(self._length - at)
             segments[row, at:] = 0
             if at < self._length:
                 boundaries.append((row + 1) * self._length)
         self.cu_seqlens = np.array(boundaries, dtype=np.int32)
+
+    def write_text(self, arrays: Mapping[str, NDArray[Any]], text: Text, values: Any) -> None:
+        """Write the token arrays of a piece that a worker returned."""
+        for name, value in zip(token_fields(0, 0), values, strict=True):
+            arrays[name][text.row, text.start : text.start + len(value)] = value
 
     def release(self) -> None:
         """Forget the sequences: what is left serves `invalidate`."""
@@ -284,7 +321,7 @@ class Assembly:
             image_valid=torch.from_numpy(valid),
             sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
             keys=keys,
-            num_valid_tokens=_count_valid(arrays),
+            num_valid_tokens=sum(sequence.num_valid_tokens for sequence in self._sequences),
             delivered=delivered,
             step_valid_tokens=step_valid_tokens,
             image_processor=image_processor,

@@ -1,15 +1,16 @@
-"""A checkpoint: the delivered count, one cursor per planned lane, the recipe's fingerprint.
+"""A checkpoint: the delivered count, one cursor per planned lane, fingerprint and lineage.
 
 There is no payload in it: restoring builds each lane at its window and plans it again. A part taken
 by one rank of several knows the lanes that this rank plans; parts merge into the whole, which any
-topology can restore.
+topology can restore. The lineage tells which changes of the recipe were allowed so far.
 
 Laws (tests/test_checkpoint.py):
     1. JSON round trip changes nothing.
     2. Merging parts gives what one rank planning every lane would have written.
     3. Parts that disagree, and a whole that lacks a lane, are errors that name the rank or lane.
+    4. Two fingerprints fit if they are equal, or differ in what is allowed by name alone.
 
-Imports: errors. Used by: pipeline.
+Imports: errors, tables. Used by: pipeline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zephon_mm.errors import CheckpointError
+from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.tables import unknown
 
 FORMAT = "zephon_mm checkpoint 1"
+ALLOWED = ("mixture", "pixels")
+"""What `restore(state, allow=[...])` may let differ: which datasets have which weights; what
+changes pixels in their last bit, and no plan."""
 
-_SHARED = ("delivered", "next_lane", "dealt", "num_lanes", "dp_degree", "constants", "fingerprint")
+Flat = dict[str, Any]
+"""Dotted names -> plain values."""
 
+_SHARED = (
+    *("delivered", "next_lane", "dealt", "num_lanes", "dp_degree", "constants", "fingerprint"),
+    "lineage",
+)
+_PROCESSOR = "tokens.image_processor."
+_PIXELS = {"backend", "cpu_capability", "pillow", "simplejpeg", "torch", "torchvision", "av"}
 
 _FIELDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("delivered", "next_lane", "num_lanes", "dp_degree", "dp_rank"), (int,)),
@@ -31,7 +43,9 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "lanes": (dict,),
     "constants": (dict, type(None)),
     "fingerprint": (dict,),
+    "lineage": (list,),
 }
+_ADDED: Mapping[str, Any] = {"lineage": []}  # what a state has that was written before the field
 _CURSOR = [int, list, int]
 _ABSENT = object()
 
@@ -50,10 +64,11 @@ def merge_checkpoints(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lanes: dict[str, Any] = {}
     for part in parts:
         for field in _SHARED:
-            if part[field] != first[field]:
+            one, other = _value(first, field), _value(part, field)
+            if one != other:
                 raise CheckpointError(
                     f"the parts of ranks {first['dp_rank']} and {part['dp_rank']} disagree on "
-                    f"{field}: {first[field]!r} and {part[field]!r}. Merge parts that were taken "
+                    f"{field}: {one!r} and {other!r}. Merge parts that were taken "
                     "at the same step of the same run."
                 )
         for lane, cursor in part["lanes"].items():
@@ -89,10 +104,11 @@ def check_format(state: object, name: str = "the state") -> None:
         )
     assert isinstance(state, Mapping)
     for field, kind in _FIELDS.items():
-        if type(state.get(field, _ABSENT)) not in kind:
+        value = _value(state, field)
+        if type(value) not in kind or (field == "lineage" and not all(map(_is_entry, value))):
             raise CheckpointError(
-                f"{name} is damaged: its {field!r} is {state.get(field, 'absent')!r}. Use another "
-                "checkpoint, or write this one again."
+                f"{name} is damaged: its {field!r} is {_shown(value)}. Use another checkpoint, or "
+                "write this one again."
             )
     for lane, cursor in state["lanes"].items():
         if not (isinstance(cursor, list | tuple) and [type(v) for v in cursor] == _CURSOR):
@@ -101,21 +117,81 @@ def check_format(state: object, name: str = "the state") -> None:
             )
 
 
-def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names every difference between two fingerprints."""
+def check_allow(allow: Sequence[str]) -> Sequence[str]:
+    """Return the names that a restore allows.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    names = [allow] if isinstance(allow, str) else list(allow)
+    for name in names:
+        if name not in ALLOWED:
+            raise ConfigError(f"restore(state, allow=[...]): {unknown(name, ALLOWED, 'change')}")
+    return names
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any], current: Mapping[str, Any], allow: Sequence[str] = ()
+) -> dict[str, tuple[Flat, Flat]]:
+    """Return, for each allowed name under which two fingerprints differ, the old and new values.
+
+    Raises:
+        CheckpointError: They differ in something else, too; every such difference is named.
+    """
     old, new = _flat(saved), _flat(current)
-    differences = [
-        f"{name}: {old.get(name, 'absent')!r} in the state, {new.get(name, 'absent')!r} now"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name, _ABSENT) != new.get(name, _ABSENT)
-    ]
-    if differences:
+    allowed: dict[str, tuple[Flat, Flat]] = {}
+    refused: dict[str, list[str]] = {}
+    lines = []
+    for path in sorted(old.keys() | new.keys()):
+        was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
+        if was == now:
+            continue
+        name = _allowing(path, joins_or_leaves=was is _ABSENT or now is _ABSENT)
+        if name in allow:
+            for values, value in zip(allowed.setdefault(name, ({}, {})), (was, now), strict=True):
+                values |= {} if value is _ABSENT else {path: value}
+        else:
+            refused.setdefault(name, []).append(path)
+            lines.append(f"{path}: {_shown(was)} in the state, {_shown(now)} now")
+    if lines:
+        hints = [
+            f" restore(state, allow=[{name!r}]) would accept {', '.join(paths)}."
+            for name, paths in refused.items()
+            if name
+        ]
         raise CheckpointError(
             "the state belongs to another recipe, whose batches would differ:\n  "
-            + "\n  ".join(differences)
+            + "\n  ".join(lines)
             + "\nUse the recipe that wrote it. Ranks, microbatch size, runner, workers and budgets "
-            "may change freely."
+            "may change freely." + "".join(hints)
         )
+    return allowed
+
+
+def _allowing(path: str, *, joins_or_leaves: bool) -> str:
+    """Return the name that allows a difference, "" if none does."""
+    if path.startswith(_PROCESSOR) and path.rpartition(".")[2] in _PIXELS:
+        return "pixels"
+    of_datasets = path.startswith(("source.datasets.", "source.constants.", "schemas."))
+    if path.startswith("source.weights.") or (of_datasets and joins_or_leaves):
+        return "mixture"
+    return ""
+
+
+def _value(state: Mapping[str, Any], field: str) -> Any:
+    return state.get(field, _ADDED.get(field, _ABSENT))
+
+
+def _shown(value: object) -> str:
+    return "'absent'" if value is _ABSENT else repr(value)
+
+
+def _is_entry(entry: object) -> bool:
+    """Return whether this is an entry of a lineage, as `resume` writes it."""
+    if not isinstance(entry, Mapping) or entry.get("name") not in ALLOWED:
+        return False
+    kinds = [type(entry.get(field)) for field in ("delivered", "old", "new", "window")]
+    return kinds == [int, dict, dict, int if entry["name"] == "mixture" else type(None)]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,9 +3,10 @@
 Imports: engine, ops, stages, options. Used by: pipeline.
 """
 
+import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,17 @@ from zephon_mm.engine.order import Topology
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.errors import ConfigError
+from zephon_mm.indexing import open_index
 from zephon_mm.io import Dataset
 from zephon_mm.metrics import Metrics
 from zephon_mm.ops.map import name_of
 from zephon_mm.options import Options
 from zephon_mm.protocols import Accumulator, ImageProcessor
-from zephon_mm.records import Record
+from zephon_mm.records import AnyRecord, Record
 from zephon_mm.runners import make_runner
 from zephon_mm.stages import ShuffleStage, Stages
+
+INDEX_PAYS = "An index would pay: `zephon-mm index RECIPE`, or pipeline.build_index()."
 
 KEPT_BATCHES = 1024
 """How many batches `checkpoint(after=batch)` can go back."""
@@ -35,8 +39,17 @@ def topology_of(options: Options, batching: tuple[int, int | None]) -> Topology:
     return Topology(dp, options.dp_rank, size, dp * size if total is None else total)
 
 
-def validate(stages: Stages, options: Options, topology: Topology, *, finite: bool) -> None:
+def validate(
+    stages: Stages,
+    options: Options,
+    topology: Topology,
+    *,
+    finite: bool,
+    indexed: Callable[[], bool],
+) -> None:
     """Check what can be checked without data; warn of settings that cost speed or mixing.
+
+    `indexed` is asked where only a full index makes a setting cheap.
 
     Raises:
         ConfigError: A stage is missing.
@@ -45,16 +58,17 @@ def validate(stages: Stages, options: Options, topology: Topology, *, finite: bo
         raise ConfigError("the pipeline has no .pack_flat(max_length=...)")
     lanes = options.canonical_replicas
     repeats = measure_factor(lanes, topology)
-    if options.balance and topology.dp_degree > 4:
+    if (options.balance or options.step_tokens) and topology.dp_degree > 4 and not indexed():
+        name = "balance" if options.balance else "step_tokens"
         warnings.warn(
-            f"balance=True measures each sample on each of {topology.dp_degree} ranks",
+            f"{name}=True measures each sample on each of {topology.dp_degree} ranks. {INDEX_PAYS}",
             stacklevel=4,
         )
-    elif repeats > 2 and not finite:
+    elif repeats > 2 and not finite and not indexed():
         warnings.warn(
             f"{topology.dp_degree} ranks on {lanes} lanes measure each sample {repeats:.3g} times "
             f"over all ranks. It costs less if dp_degree * microbatch_size = {topology.group_size} "
-            "and canonical_replicas divide one another.",
+            f"and canonical_replicas divide one another. {INDEX_PAYS}",
             stacklevel=4,
         )
     for stage in stages.sequences:
@@ -104,12 +118,12 @@ def with_constants(source: Any, stages: Stages, options: Options) -> Any:
 def fingerprint(
     source: Any, stages: Stages, options: Options, global_batch_size: int | None
 ) -> dict[str, Any]:
-    """Return all that decides the batches, JSON-serialisable."""
+    """Return all that decides the batches, as plain JSON values."""
     schemas = [
-        [d.schema if isinstance(d.schema, str | None) else name_of(d.schema), d.missing]
+        [d.schema if isinstance(d.schema, str | None) else name_of(d.schema), d.version, d.missing]
         for d in source.datasets
     ]
-    return {
+    found = {
         "source": source.fingerprint(),
         "schemas": schemas,
         **stages.fingerprint(),
@@ -118,6 +132,8 @@ def fingerprint(
         "flush_every_k_chunks": options.flush_every_k_chunks,
         "global_batch_size": global_batch_size,
     }
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
 
 
 def compile_engine(
@@ -135,6 +151,10 @@ def compile_engine(
     assert stages.interleave is not None
     context = stages.context(source.datasets)
     total = sum(len(dataset) for dataset in context.datasets)
+    index = open_index(stages, options, context)
+    whole_steps = options.step_tokens
+    if whole_steps is None:
+        whole_steps = topology.dp_degree == 1 or (index is not None and index.complete)
     plan = LanePlan(
         source=source,
         accumulators=_Accumulators(stages, metrics, context.datasets),
@@ -143,8 +163,8 @@ def compile_engine(
         max_error_rate=options.max_error_rate,
         barren_records=total // options.canonical_replicas + options.window_samples,
         remembered=(KEPT_BATCHES + options.prefetch_batches) * topology.group_size,
-        task_rows=options.task_rows,
         balance=options.balance,
+        whole_steps=options.balance or whole_steps,
         pad_tail=pad_tail,
     )
     return EngineConfig(
@@ -160,9 +180,11 @@ def compile_engine(
         prefetch_batches=options.prefetch_batches,
         memory_budget_bytes=options.memory_budget_bytes,
         task_images=options.task_images,
+        task_rows=options.task_rows,
         task_timeout_s=options.task_timeout_s,
         measure_parallelism=stages.parallelism,
         image_shape=_image_shape(context.image_processor),
+        index=index,
     )
 
 
@@ -177,12 +199,10 @@ class _Accumulators:
     def __call__(self, lane: int, window: int) -> Sequence[Accumulator[Any, Any]]:
         return self.stages.accumulators(lane, window, self._report)
 
-    def _report(self, reason: str, record: Record) -> None:
+    def _report(self, reason: str, record: AnyRecord) -> None:
         dataset, shard, row = record.ref
         name = self.datasets[dataset].row_name(shard, row)
-        self.metrics.skip(
-            reason, f"{name}: {record.num_tokens} tokens, {len(record.images)} images"
-        )
+        self.metrics.skip(reason, f"{name}: {record.num_tokens} tokens, {record.num_images} images")
 
 
 def _image_shape(processor: ImageProcessor | None) -> tuple[int, ...]:

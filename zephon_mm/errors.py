@@ -5,6 +5,7 @@
       DatasetError        a dataset as a whole cannot be used: shard missing, damaged, changed
       SampleError         one stored sample is defective; names it, carries a countable reason
       DataQualityError    more samples are defective than `max_error_rate` allows
+      StaleIndexError     an index does not fit the data that it was made of
       CheckpointError     a checkpoint does not belong to this pipeline
       RunnerError         the machinery that runs tasks failed
         WorkerCrashed     a worker died natively (a signal of its own, or an exit code) on a task
@@ -47,6 +48,10 @@ class SampleError(ZephonError):
 
 class DataQualityError(ZephonError):
     """More samples are defective than `max_error_rate` allows."""
+
+
+class StaleIndexError(ZephonError):
+    """A sample is not what the index says of it: data or code changed under the same name."""
 
 
 class CheckpointError(ZephonError):

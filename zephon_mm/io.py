@@ -40,8 +40,11 @@ class Dataset:
         reader: Gives its rows.
         schema: How rows become documents; applied by the measure stage.
         missing: What the measure stage does with rows that lack a field.
-        path: Where it came from, for messages.
+        version: Change it when the meaning of a schema function changes; without one a dataset with
+            a schema function has no index.
+        path: Where it came from.
         fmt: Name of the format, for messages.
+        cache_dir: Folder for what is derived from the data; None for nowhere.
 
     Raises:
         ConfigError: A bad name or `missing`.
@@ -55,8 +58,10 @@ class Dataset:
         *,
         schema: Schema = None,
         missing: Missing = "skip",
+        version: str = "",
         path: str = "",
         fmt: str = "",
+        cache_dir: Path | None = None,
     ) -> None:
         if not name or "/" in name:
             raise ConfigError(f"a dataset's name must be nonempty, without '/', got {name!r}")
@@ -68,6 +73,8 @@ class Dataset:
         self.reader = reader
         self.schema = schema
         self.missing = missing
+        self.version = version
+        self.cache_dir = cache_dir
         self.path = path or type(reader).__name__
         self.fmt = fmt or type(reader).__name__
         self._num_rows = sum(shard.num_rows for shard in reader.shards)
@@ -87,6 +94,7 @@ class Dataset:
         schema: Schema = None,
         *,
         missing: Missing = "skip",
+        version: str = "",
         cache_dir: PathLike | None = None,
         progress: bool = True,
         **reader_options: Any,
@@ -99,7 +107,9 @@ class Dataset:
             fmt: Name of the format; None recognises it by content.
             schema: How rows become documents.
             missing: What to do with rows that lack a field.
-            cache_dir: Folder for index caches; None is `~/.cache/zephon_mm`.
+            version: Of a schema function, for the index and the fingerprint.
+            cache_dir: Folder for index caches; None is `zephon_mm` in `$XDG_CACHE_HOME`, by default
+                `~/.cache`. A folder beside the data serves all machines that mount it.
             progress: Show a bar on stderr while many shards are indexed.
             **reader_options: For the format's reader, such as `split="last_dot"`.
 
@@ -117,7 +127,16 @@ class Dataset:
             raise ConfigError(
                 f"dataset {name!r}, fmt={fmt!r}: {error}. Check its options."
             ) from error
-        return cls(name, reader, schema=schema, missing=missing, path=_shown(path), fmt=fmt)
+        return cls(
+            name,
+            reader,
+            schema=schema,
+            missing=missing,
+            version=version,
+            path=_shown(path),
+            fmt=fmt,
+            cache_dir=directory,
+        )
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
@@ -156,8 +175,10 @@ def reader_classes(*formats: str) -> Mapping[str, Any]:
 
 def index_dir(cache_dir: PathLike | None = None) -> Path | None:
     """Return the folder for index caches, made if needed; None, with a warning, if it cannot be."""
-    path = Path(cache_dir) if cache_dir is not None else Path.home() / ".cache" / "zephon_mm"
-    path = path.expanduser().absolute()
+    if cache_dir is None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache_dir = Path(base) / "zephon_mm"
+    path = Path(cache_dir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         usable = os.access(path, os.W_OK | os.X_OK)

@@ -15,6 +15,7 @@ from zephon_mm.errors import ConfigError
 from zephon_mm.tables import check_types, unknown
 
 RUNNERS = ("inline", "thread", "process")
+INDEXES = ("fill", "read", "off")
 
 
 def _cpus() -> int:
@@ -33,8 +34,16 @@ class Options:
 
     Args:
         canonical_replicas: L, the number of lanes: fixes the sample order for ever.
-        dp_degree: Data-parallel ranks.
+        dp_degree: Data-parallel ranks (DDP, FSDP, HSDP: the product of replicas and shards).
         dp_rank: This process's, in [0, dp_degree).
+        mesh: `Pipeline.options` and `Recipe.pipeline` take a `DeviceMesh` instead of the two, read
+            both off it and keep only the numbers. Data-parallel are the dimensions named in
+            `meshes.DATA_DIMS` (`dp`, `dp_replicate`, `dp_shard`, `fsdp`, `batch`, ...); ranks that
+            differ only in tensor, pipeline, context, sequence or expert parallelism
+            (`meshes.PEER_DIMS`) get equal batches, which context parallelism cuts itself. Pass the
+            whole mesh, or its data-parallel part: torchtitan's `parallel_dims.get_mesh("batch")`
+            (there `fsdp` spans `cp` too), accelerate's `accelerator.torch_device_mesh`. Save with
+            `checkpoint(group=...)` of the data-parallel group; one peer of each need write it.
         runner: `inline`, `thread` or `process`.
         workers: Threads or processes; None is one for each CPU that this process may use.
         chunk_size: Samples that the source emits at once.
@@ -47,6 +56,11 @@ class Options:
         task_images: Images that one task decodes.
         task_rows: Samples that one task measures.
         task_timeout_s: How long a task may run in a `process` worker, in seconds.
+        index: What of each sample is measured once and kept, beside the caches of the datasets:
+            `fill` takes from the index and adds to it, `read` only takes, `off` measures anew. It
+            never changes a batch.
+        step_tokens: Whether every batch has `step_valid_tokens`, for which a rank plans all lanes;
+            None: where that costs nothing (one rank, a finite source, `balance`, a full index).
         io_options: `{"cache": {"enabled": bool, "dir": str}}`: the local cache of remote shards;
             local files are read where they lie.
     """
@@ -65,6 +79,8 @@ class Options:
     task_images: int = 16
     task_rows: int = 64
     task_timeout_s: float = 300.0
+    index: str = "fill"
+    step_tokens: bool | None = None
     io_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,6 +100,10 @@ class Options:
         if self.runner not in RUNNERS:
             raise ConfigError(
                 f"options: runner must be one of {', '.join(RUNNERS)}, got {self.runner!r}"
+            )
+        if self.index not in INDEXES:
+            raise ConfigError(
+                f"options: index must be one of {', '.join(INDEXES)}, got {self.index!r}"
             )
         if not 0 <= self.max_error_rate <= 1:
             raise ConfigError(

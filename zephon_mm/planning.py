@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zephon_mm.engine.driver import EngineConfig
+from zephon_mm.engine.measuring import Measuring
 from zephon_mm.engine.order import Topology
 from zephon_mm.engine.pending import sequence_keys
 from zephon_mm.engine.planner import Planner, Start
@@ -33,13 +34,14 @@ class PlannedSequence:
 
 def planned_sequences(config: EngineConfig, start: Start, count: int) -> Iterator[PlannedSequence]:
     """Yield the next sequences after `start`, measuring in this thread and decoding nothing."""
+    queue = TaskQueue(make_runner("inline", config.context, workers=1))
     planner = Planner(
         config.plan,
         num_lanes=config.num_lanes,
         topology=Topology(1, 0, 1, 1),
         start=start,
         finite=config.finite,
-        queue=TaskQueue(make_runner("inline", config.context, workers=1)),
+        measuring=Measuring(queue, config.index, config.task_rows),
         wait=lambda future: None,
         metrics=Metrics(),
     )

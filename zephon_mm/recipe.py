@@ -16,7 +16,7 @@ Laws (tests/test_recipe.py):
 Paths are relative to the file. Functions (`.map`, `.filter`, a schema) are not for recipes: add
 them to the pipeline in Python.
 
-Imports: io, ops, options, pipeline, stages, tables, work. Used by: cli, users.
+Imports: io, meshes, ops, options, pipeline, stages, tables, work. Used by: cli, users.
 """
 
 import math
@@ -34,6 +34,7 @@ from zephon_mm.engine.order import Topology, check_topology
 from zephon_mm.engine.tasks import detect_schema
 from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.io import Dataset, reader_classes
+from zephon_mm.meshes import without_mesh
 from zephon_mm.ops.pack import PackConfig
 from zephon_mm.options import Options
 from zephon_mm.pipeline import Pipeline
@@ -79,7 +80,7 @@ class Recipe:
             batch["global_batch_size"] = global_batch_size
         pipeline = Pipeline(self._source())
         with _at(self.file, "options"):
-            pipeline.options(**tables.get("options", {}) | options)
+            pipeline.options(**tables.get("options", {}) | without_mesh(options))
         self._add_tokens(pipeline)
         with _at(self.file, "pack"):
             pipeline.pack_flat(**tables["pack"])

@@ -3,15 +3,18 @@
 All are immutable. Those that a run makes by the million are named tuples, because they pickle
 several times faster than frozen dataclasses; the others are frozen, slotted dataclasses.
 
-Imports: nothing from the package. Used by: everything.
+Imports: errors. Used by: everything.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from zephon_mm.errors import ConfigError
 
 
 class SampleRef(NamedTuple):
@@ -90,10 +93,10 @@ class ImageSlot(NamedTuple):
 
     `start` is the position of its first placeholder token in the record; the placeholders are
     `[start, start + num_tokens)`, without the start and end tokens around them. `shape` is that of
-    the uint8 array that materializing will write.
+    the uint8 array that materializing will write. `blob` is None in a record out of an index.
     """
 
-    blob: Blob
+    blob: Blob | None
     start: int
     num_tokens: int
     shape: tuple[int, ...]
@@ -132,6 +135,11 @@ class Record(NamedTuple):
             at = image.start + image.num_tokens
             out[image.start - start : at - start] = self.image_id
         out[at - start :] = self.text_ids[stored : stored + stop - at]
+
+    @property
+    def num_images(self) -> int:
+        """Images of the whole record."""
+        return len(self.images)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -174,6 +182,92 @@ def record_of(
     return Record(ref, len(token_ids), token_ids[text], runs, images, uncut, image_id)
 
 
+def extents_of(record: "AnyRecord") -> list[int]:
+    """Return all of a record but its tokens as integers; `IndexedRecord` reads them."""
+    found = [len(record.trained_runs)]
+    for image in record.images:
+        found += (image.start, image.num_tokens, len(image.shape), *image.shape)
+    for run in (*record.trained_runs, *record.uncut):
+        found += run
+    return found
+
+
+class Extents(Protocol):
+    """Where `extents_of` many records is kept."""
+
+    def extents(self, at: int) -> Values[int]:
+        """Return those of one record."""
+        ...
+
+
+class IndexedRecord:
+    """A record out of an index: all that a `Record` has, but its tokens and its blobs.
+
+    The tokens are made where the sequence is delivered, from the sample itself.
+
+    Args:
+        ref: Where the sample is stored.
+        num_tokens: Of the record.
+        num_images: Of the record.
+        store: Where its extents are.
+        at: Which of the store's it is.
+    """
+
+    __slots__ = ("_at", "_parsed", "_store", "num_images", "num_tokens", "ref")
+
+    def __init__(
+        self, ref: SampleRef, num_tokens: int, num_images: int, store: Extents, at: int
+    ) -> None:
+        self.ref = ref
+        self.num_tokens = num_tokens
+        self.num_images = num_images
+        self._store = store
+        self._at = at
+        self._parsed: tuple[tuple[ImageSlot, ...], Runs, Runs] | None = None
+
+    @property
+    def images(self) -> tuple[ImageSlot, ...]:
+        """As in `Record`; their blobs are None."""
+        return self._parts()[0]
+
+    @property
+    def trained_runs(self) -> Runs:
+        """As in `Record`."""
+        return self._parts()[1]
+
+    @property
+    def uncut(self) -> Runs:
+        """As in `Record`."""
+        return self._parts()[2]
+
+    @property
+    def text_ids(self) -> NDArray[np.int32]:
+        """Raise a ConfigError: an index keeps no tokens."""
+        raise ConfigError(
+            "a record out of an index has counts and positions, no token ids: they are made when "
+            "the sequence is delivered. If an operator needs them, set options(index='off')."
+        )
+
+    token_ids = text_ids
+
+    def _parts(self) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
+        if self._parsed is None:
+            values = self._store.extents(self._at)
+            num_trained = values[0]
+            images, at = [], 1
+            for _ in range(self.num_images):
+                start, num_tokens, dims = values[at : at + 3]
+                at += 3 + dims
+                images.append(ImageSlot(None, start, num_tokens, tuple(values[at - dims : at])))
+            runs = tuple(zip(values[at::2], values[at + 1 :: 2], strict=True))
+            self._parsed = tuple(images), runs[:num_trained], runs[num_trained:]
+        return self._parsed
+
+
+AnyRecord = Record | IndexedRecord
+"""What accumulators see."""
+
+
 class Skip(NamedTuple):
     """A sample that gives no record, and why. `defect` is False for a user's own filter."""
 
@@ -186,7 +280,7 @@ class Skip(NamedTuple):
 class Piece(NamedTuple):
     """The tokens `[start, stop)` of a record, as a part of a sequence."""
 
-    record: Record
+    record: AnyRecord
     start: int
     stop: int
 
@@ -194,6 +288,13 @@ class Piece(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of this piece."""
         return self.stop - self.start
+
+    @property
+    def num_images(self) -> int:
+        """Images that lie inside the piece."""
+        if self.stop - self.start == self.record.num_tokens:
+            return self.record.num_images
+        return sum(1 for _ in self.images())
 
     def images(self) -> Iterator[ImageSlot]:
         """Yield the images that lie inside the piece, in order."""
@@ -224,7 +325,7 @@ class Sequence(NamedTuple):
     @property
     def num_images(self) -> int:
         """Images of all pieces."""
-        return sum(1 for piece in self.pieces for _ in piece.images())
+        return sum(piece.num_images for piece in self.pieces)
 
 
 State = tuple[int | str, ...]
@@ -234,8 +335,8 @@ State = tuple[int | str, ...]
 class Chunk(NamedTuple):
     """The references that a work source emits at once.
 
-    `refs` is (n, 3) int64 with the columns of `SampleRef`; n may be below `chunk_size` only for the
-    last chunk of a finite lane.
+    `refs` is (n, 3) int64 with the columns of `SampleRef`; n may be below `chunk_size`, or 0, only
+    where a finite lane ends or its mixture changes.
     """
 
     refs: NDArray[np.int64]

@@ -13,7 +13,9 @@ from zephon_mm.options import Options
 from zephon_mm.stages import Stages
 
 
-def describe(source: Any, stages: Stages, options: Options, topology: Topology) -> str:
+def describe(
+    source: Any, stages: Stages, options: Options, topology: Topology, *, index: str
+) -> str:
     """Return the stages of a pipeline as text, one a line."""
     lines = [f"source       {type(source).__name__}"]
     lines += [f"               {_dataset(dataset)}" for dataset in source.datasets]
@@ -34,7 +36,8 @@ def describe(source: Any, stages: Stages, options: Options, topology: Topology) 
         f"step         {topology.global_batch_size} sequences = {topology.dp_degree} ranks x "
         f"{topology.microbatch_size} x {topology.global_batch_size // topology.group_size} "
         f"microbatches; this is rank {topology.dp_rank}",
-        f"measuring    each sample up to {repeats:.3g} times over all ranks",
+        f"measuring    each sample up to {repeats:.3g} times over all ranks, if the index lacks it",
+        f"index        {index}",
         f"runner       {options.runner}, {options.workers} workers, "
         f"{options.prefetch_batches} batches ahead, {options.memory_budget_bytes >> 20} MiB",
     ]

@@ -1,23 +1,23 @@
-"""The standard curriculum: a fixed mixture of datasets, each read pass after pass.
+"""The standard curriculum: a mixture of datasets, each read pass after pass.
 
 Laws:
     1. Pure and history-free: a chunk is a function of (state, chunk_size, configuration).
-    2. Each pass gives every row exactly once over all lanes, for any rows, shards and lanes. Lane l
-       of L owns one of L contiguous ranges of the pass's row space, whose sizes differ by one at
-       most; a range moves on by one lane each pass, so that every lane meets rows at last.
+    2. Each pass gives every row exactly once over all lanes (`roworder`).
     3. A dataset's share of each chunk is exact to within one sample (systematic sampling).
+    4. A source with a history gives the chunks of each earlier mixture until the number that it
+       held to, and from there on those that a source of the next one gives from the same positions.
+       A lane in which an earlier mixture has nothing left waits for the next one in empty chunks,
+       so that a chunk's number says in which window it is.
 
 State: (lane, num_lanes, chunk_number, pass_0, position_0, pass_1, position_1, ...).
 
-Cost: below a microsecond a reference; nothing is built that is as large as a dataset.
+Cost: below a microsecond a reference.
 
-Imports: errors, records, rng. Used by: engine, pipeline.
+Imports: errors, records, rng, roworder, tables. Used by: engine, pipeline.
 """
 
 import copy
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.records import Chunk, ShardInfo, State
+from zephon_mm.records import Chunk, State
 from zephon_mm.rng import Stream
+from zephon_mm.roworder import RowOrder, Rows
 from zephon_mm.tables import check_types
 
-Rows = NDArray[np.int64]
 MeasureRows = Callable[[int, list[tuple[int, int]]], list[int | None]]
 """`measure(dataset, [(shard, row), ...])` gives each row's tokens, None where it is defective."""
 
@@ -99,22 +99,20 @@ class StaticMixtureWorkSource:
             raise ConfigError(f"stop_after_passes must be None or >= 1, got {stop_after_passes}")
         if shuffle_block_rows < 1:
             raise ConfigError(f"shuffle_block_rows must be at least 1, got {shuffle_block_rows}")
-        self._datasets = [dataset for dataset in datasets if weights[dataset.name] > 0]
-        self._weights = _normalized([weights[dataset.name] for dataset in self._datasets])
-        self._shares = self._weights
+        self._given = {dataset.name: dataset for dataset in datasets}
+        self._mixture = weights
         self._seed = seed
         self._estimation = token_estimation
         self._max_passes = stop_after_passes
         self._stop = stop
+        self._shuffle = shuffle
+        self._block_rows = shuffle_block_rows
         self._constants: Mapping[str, Any] | None = None
-        self._orders = [
-            RowOrder(d.name, d.shards, seed, shuffle=shuffle, block_rows=shuffle_block_rows)
-            for d in self._datasets
-        ]
+        self._arrange((), ())
 
     @property
     def datasets(self) -> Sequence[Any]:
-        """The datasets that references point into: those with a weight above 0."""
+        """The datasets that references point into: those that have or had a weight above 0."""
         return self._datasets
 
     @property
@@ -125,7 +123,8 @@ class StaticMixtureWorkSource:
     @property
     def needs_constants(self) -> bool:
         """Whether `with_constants` must be called before `next`."""
-        return self._estimation is not None and self._constants is None
+        known = (self._constants or {}).get("tokens_per_row", {})
+        return self._estimation is not None and any(d.name not in known for d in self._datasets)
 
     @property
     def finite(self) -> bool:
@@ -157,8 +156,9 @@ class StaticMixtureWorkSource:
             raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}")
         lane, num_lanes, number, *flat = (int(part) for part in state)
         cursors = list(zip(flat[::2], flat[1::2], strict=True))
-        choice = self._choose(lane, num_lanes, number, cursors, chunk_size)
-        if not len(choice):
+        until, shares = next(era for era in self._eras if number < era[0])
+        choice = self._choose(lane, num_lanes, number, cursors, chunk_size, shares)
+        if not len(choice) and until == math.inf:
             return None, state
         refs = np.empty((len(choice), 3), dtype=np.int64)
         refs[:, 0] = choice
@@ -171,21 +171,20 @@ class StaticMixtureWorkSource:
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return everything that the chunks depend on, JSON-serialisable."""
-        order = self._orders[0]
         return {
             "seed": self._seed,
             "datasets": [[dataset.name, dataset.digest()] for dataset in self._datasets],
-            "weights": self._weights.tolist(),
+            "weights": self._mixtures[-1][1],
             "token_estimation": self._estimation and self._estimation.sample_rows,
             "constants": self._constants,
             "stop_after_passes": self._max_passes,
             "stop": self._stop,
-            "shuffle": order.shuffle,
-            "shuffle_block_rows": order.block_rows,
+            "shuffle": self._shuffle,
+            "shuffle_block_rows": self._block_rows,
         }
 
     def estimate(self, measure: MeasureRows) -> Mapping[str, Any]:
-        """Measure a fixed, seed-keyed set of rows of each dataset.
+        """Measure a fixed, seed-keyed set of rows of each dataset whose constants are not known.
 
         Returns:
             Constants for `with_constants`, JSON-serialisable.
@@ -194,9 +193,12 @@ class StaticMixtureWorkSource:
             ConfigError: No sampled row of a dataset gives tokens.
         """
         sample_rows = (self._estimation or TokenEstimation()).sample_rows
-        per_row: dict[str, float] = {}
-        per_byte: dict[str, float] = {}
+        known = self._constants or {}
+        per_row: dict[str, float] = dict(known.get("tokens_per_row", {}))
+        per_byte: dict[str, float] = dict(known.get("tokens_per_byte", {}))
         for index, (dataset, order) in enumerate(zip(self._datasets, self._orders, strict=True)):
+            if dataset.name in per_row:
+                continue
             rows = order.sample(sample_rows)
             # A defective row is a reference that gives nothing, so it counts as 0 tokens.
             tokens = sum(count or 0 for count in measure(index, rows))
@@ -213,21 +215,80 @@ class StaticMixtureWorkSource:
     def with_constants(self, constants: Mapping[str, Any]) -> Self:
         """Return a copy whose weights are shares of tokens by these constants.
 
-        Raises:
-            ConfigError: The constants are of other datasets.
+        Those of other datasets are left out; where one of this source's lacks, it still
+        `needs_constants`, and `estimate` measures the rest.
         """
-        per_row = constants["tokens_per_row"]
-        names = [dataset.name for dataset in self._datasets]
-        if sorted(per_row) != sorted(names):
+        names = {dataset.name for dataset in self._datasets}
+        source = copy.copy(self)
+        source._constants = {
+            kind: {name: value for name, value in values.items() if name in names}
+            for kind, values in constants.items()
+        }
+        source._share_out()
+        return source
+
+    def with_history(
+        self, names: Sequence[str], history: Sequence[tuple[int, Mapping[str, float]]]
+    ) -> Self:
+        """Return a copy that goes on in lanes that earlier mixtures began.
+
+        Args:
+            names: The datasets of the lanes' states, in order; those that join come after them.
+            history: (chunk number that it held to, exclusive, weights by name) of each earlier
+                mixture, ascending. The weights add up to 1.
+
+        Raises:
+            ConfigError: A dataset of the states is not among those given.
+        """
+        missing = [name for name in names if name not in self._given]
+        if missing:
             raise ConfigError(
-                f"constants are of datasets {sorted(per_row)}, this source has {sorted(names)}. "
-                "Measure again with estimate()."
+                f"the state needs datasets {missing}, this source has {sorted(self._given)}. A "
+                "dataset leaves by weight 0: keep it among the datasets, since what was planned "
+                "with it is planned again on restore."
             )
         source = copy.copy(self)
-        pairs = zip(self._weights.tolist(), names, strict=True)
-        source._shares = _normalized([weight / per_row[name] for weight, name in pairs])
-        source._constants = constants
-        return source
+        source._arrange(names, history)
+        return source if source._constants is None else source.with_constants(source._constants)
+
+    def carried(self, state: State, number: int) -> State:
+        """Return a state of before datasets joined as one of this source, at a chunk number."""
+        lane, num_lanes, _, *cursors = state
+        joined = 2 * len(self._datasets) - len(cursors)
+        return (lane, num_lanes, number, *cursors, *(0,) * joined)
+
+    def _arrange(
+        self, names: Sequence[str], history: Sequence[tuple[int, Mapping[str, float]]]
+    ) -> None:
+        """Line up datasets and mixtures: first what states so far know, then what joins."""
+        joined = [name for name in self._given if self._mixture[name] and name not in names]
+        self._datasets = [self._given[name] for name in (*names, *joined)]
+        self._orders = [
+            RowOrder(
+                d.name, d.shards, self._seed, shuffle=self._shuffle, block_rows=self._block_rows
+            )
+            for d in self._datasets
+        ]
+        self._mixtures: list[tuple[float, list[float]]] = [
+            (until, [weights.get(d.name, 0.0) for d in self._datasets])
+            for until, weights in history
+        ]
+        now = _normalized([self._mixture[d.name] for d in self._datasets])
+        self._mixtures.append((math.inf, now))
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Turn the weights of all mixtures into shares of samples."""
+        self._eras = [
+            (until, np.array(self._shares_of(weights))) for until, weights in self._mixtures
+        ]
+
+    def _shares_of(self, weights: list[float]) -> list[float]:
+        if self._constants is None or self.needs_constants:
+            return weights
+        per_row = self._constants["tokens_per_row"]
+        pairs = zip(weights, self._datasets, strict=True)
+        return _normalized([weight / per_row[dataset.name] for weight, dataset in pairs])
 
     def _choose(
         self,
@@ -236,23 +297,24 @@ class StaticMixtureWorkSource:
         number: int,
         cursors: list[tuple[int, int]],
         chunk_size: int,
+        shares: NDArray[np.float64],
     ) -> Rows:
         """Return which dataset each reference of a chunk comes from; fewer at the lane's end."""
         stream = Stream(self._seed, "mix", lane, num_lanes, number)
         if self._max_passes is None:
-            return _draw(stream, self._shares, chunk_size)
+            return _draw(stream, shares, chunk_size)
         left = np.array(
             [
-                order.left(lane, num_lanes, *cursor, self._max_passes)
-                for order, cursor in zip(self._orders, cursors, strict=True)
+                order.left(lane, num_lanes, *cursor, self._max_passes) if share else 0
+                for order, cursor, share in zip(self._orders, cursors, shares, strict=True)
             ]
         )
-        if self._stop == "first_exhausted" and not left.all():
+        if self._stop == "first_exhausted" and not left[shares > 0].all():
             return np.empty(0, dtype=np.int64)
         parts: list[Rows] = []
         wanted = chunk_size
         while wanted and left.any():
-            part = _draw(stream, np.where(left > 0, self._shares, 0.0), wanted)
+            part = _draw(stream, np.where(left > 0, shares, 0.0), wanted)
             part = part[: _affordable(part, left)]
             parts.append(part)
             wanted -= len(part)
@@ -260,130 +322,6 @@ class StaticMixtureWorkSource:
             if self._stop == "first_exhausted":
                 break
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-
-class RowOrder:
-    """The order of one dataset's rows, pass by pass and lane by lane. Picklable, thread-safe."""
-
-    def __init__(
-        self, name: str, shards: Sequence[ShardInfo], seed: int, *, shuffle: bool, block_rows: int
-    ) -> None:
-        self.num_rows = sum(shard.num_rows for shard in shards)
-        self.shuffle = shuffle
-        self.block_rows = block_rows
-        self._name = name
-        self._seed = seed
-        self._sizes = np.array([shard.num_rows for shard in shards], dtype=np.int64)
-        self._base = Stream(seed, "offset", name).integer(1 << 32) if shuffle else 0
-        self._shard_orders = _Cache(8)
-        self._blocks = _Cache(512)
-
-    def size(self, lane: int, num_lanes: int, epoch: int) -> int:
-        """Return how many rows of a pass a lane owns."""
-        low, high = self._range(lane, num_lanes, epoch)
-        return high - low
-
-    def left(self, lane: int, num_lanes: int, epoch: int, position: int, max_epochs: int) -> int:
-        """Return how many rows a lane has before it ends."""
-        rounds, rest = divmod(max_epochs - epoch, num_lanes)  # a lane gets all rows in L passes
-        sizes = (self.size(lane, num_lanes, epoch + i) for i in range(rest))
-        return rounds * self.num_rows + sum(sizes) - position
-
-    def take(
-        self, lane: int, num_lanes: int, epoch: int, position: int, count: int
-    ) -> tuple[Rows, tuple[int, int]]:
-        """Return the next `count` rows of a lane and its (pass, position) after them.
-
-        Passes in which the lane owns nothing are gone through; there are at most
-        `num_lanes - 1` of them in a row, since ranges move on by one lane each pass.
-
-        Returns:
-            (count, 2) int64 of (shard, row), and the position.
-        """
-        parts: list[Rows] = []
-        while count:
-            size = self.size(lane, num_lanes, epoch)
-            if position == size:
-                epoch, position = epoch + 1, 0
-                continue
-            block = position // self.block_rows
-            rows = self._block(lane, num_lanes, epoch, block)
-            start = position - block * self.block_rows
-            part = rows[start : start + count]
-            parts.append(part)
-            position += len(part)
-            count -= len(part)
-        return np.concatenate(parts), (epoch, position)
-
-    def sample(self, count: int) -> list[tuple[int, int]]:
-        """Return up to `count` different (shard, row), keyed by the seed, ascending."""
-        if count < self.num_rows:
-            uniform = Stream(self._seed, "estimate", self._name).uniform(count)
-            chosen = np.unique((uniform * self.num_rows).astype(np.int64))
-        else:
-            chosen = np.arange(self.num_rows)
-        rows = _locate(chosen, np.arange(len(self._sizes)), np.cumsum(self._sizes))
-        return [(int(shard), int(row)) for shard, row in rows]
-
-    def _range(self, lane: int, num_lanes: int, epoch: int) -> tuple[int, int]:
-        rank = (lane + self._base + epoch) % num_lanes
-        return rank * self.num_rows // num_lanes, (rank + 1) * self.num_rows // num_lanes
-
-    def _block(self, lane: int, num_lanes: int, epoch: int, block: int) -> Rows:
-        """Return the rows of one block in order, (n, 2) int64."""
-        low, high = self._range(lane, num_lanes, epoch)
-        key = (low, high, epoch, block)
-        return self._blocks.get(key, lambda: self._build_block(*key))
-
-    def _build_block(self, low: int, high: int, epoch: int, block: int) -> Rows:
-        start = low + block * self.block_rows
-        stop = min(start + self.block_rows, high)
-        rows = np.arange(start, stop, dtype=np.int64)
-        if self.shuffle:
-            key = (self._seed, "rows", self._name, epoch, low, high, block)
-            rows = rows[Stream(*key).permutation(len(rows))]
-        shards = self._shard_orders.get((epoch,), lambda: self._shard_order(epoch))
-        return _locate(rows, shards, np.cumsum(self._sizes[shards]))
-
-    def _shard_order(self, epoch: int) -> Rows:
-        if not self.shuffle:
-            return np.arange(len(self._sizes))
-        return Stream(self._seed, "shards", self._name, epoch).permutation(len(self._sizes))
-
-
-class _Cache:
-    """The arrays used last. It is empty in a copy that was pickled."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._arrays: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
-
-    def __reduce__(self) -> tuple[type["_Cache"], tuple[int]]:
-        return _Cache, (self._size,)
-
-    def get(self, key: tuple[int, ...], build: Callable[[], Rows]) -> Rows:
-        """Return the array of a key, building it where it is missing."""
-        with self._lock:
-            if key not in self._arrays:
-                self._arrays[key] = build()
-                if len(self._arrays) > self._size:
-                    self._arrays.popitem(last=False)
-            self._arrays.move_to_end(key)
-            return self._arrays[key]
-
-
-def _locate(rows: Rows, shards: Rows, ends: Rows) -> Rows:
-    """Turn positions in a row space into (shard, row), (n, 2) int64.
-
-    Args:
-        rows: (n,) int64 positions in the shards' concatenation.
-        shards: (s,) int64, the shards in their order there.
-        ends: (s,) int64, where each of them ends there.
-    """
-    at = np.searchsorted(ends, rows, side="right")
-    starts = np.concatenate(([0], ends[:-1]))
-    return np.stack((shards[at], rows - starts[at]), axis=1)
 
 
 def _draw(stream: Stream, shares: NDArray[np.float64], count: int) -> Rows:
@@ -396,10 +334,10 @@ def _draw(stream: Stream, shares: NDArray[np.float64], count: int) -> Rows:
     return np.asarray(choice[stream.permutation(count)], dtype=np.int64)
 
 
-def _normalized(weights: list[float]) -> NDArray[np.float64]:
+def _normalized(weights: list[float]) -> list[float]:
     """Return weights that add up to 1, rounded alike on every CPU."""
     total = math.fsum(weights)
-    return np.array([weight / total for weight in weights])
+    return [weight / total for weight in weights]
 
 
 def _affordable(choice: Rows, left: Rows) -> int:

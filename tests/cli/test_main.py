@@ -54,3 +54,24 @@ def test_plan_shows_the_next_sequences(tmp_path: Path, capsys: pytest.CaptureFix
         numbers = [int(word) for word in re.findall(r"\d+", row)[:3]]
         assert numbers == [one.number, one.num_tokens, one.num_images]
         assert one.keys[0] in row
+
+
+@pytest.mark.slow
+def test_index_measures_every_sample_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_demo_data(tmp_path / "data", num_captions=40, num_shards=2, num_stories=20)
+    file = tmp_path / "demo.toml"
+    file.write_text(RECIPE)
+    assert main(["plan", str(file), "-n", "5"]) == 0
+    planned = capsys.readouterr().out
+    assert main(["index", str(file), "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "captions: 40 rows, 40 records of" in shown
+    assert "stories: 20 rows, 20 records of" in shown
+    load_recipe(file).pipeline().explain()
+    assert "60 of 60 samples are known" in capsys.readouterr().out
+    assert main(["plan", str(file), "-n", "5"]) == 0
+    assert capsys.readouterr().out == planned
+    assert main(["index", str(file), "--rebuild", "--workers", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == shown.splitlines()[:-1]

@@ -443,6 +443,7 @@ def test_storage_that_goes_away_stops_the_run_and_names_the_sample(
         assert pipeline.metrics()["skipped"] == {}
 
 
+# CKP-17.
 def test_all_samples_defective_is_an_error_whether_finite_or_not(recipe: Recipe) -> None:
     rows = [SampleError("bad_json", f"line {n}") for n in range(8)]
     for passes in (None, 1, 50):

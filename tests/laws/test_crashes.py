@@ -134,6 +134,7 @@ def with_deadly_image(recipe: Recipe, blobs: list[FileBlob], folder: Path) -> Re
 # Killed from outside.
 
 
+# SHM-07, as the next two.
 def test_a_hundred_kills_under_load_change_nothing(recipe: Recipe) -> None:
     rng = random.Random(1)
     killed: set[int] = set()

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.fixtures.memory import Recipe, digests, take
+from tests.laws.scripts.mesh import DATA_RANKS, GROUPS, TENSOR_RANKS
 from tests.laws.scripts.ranks import MORE, STATES
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import CheckpointError
@@ -23,10 +24,10 @@ SAVING_RANKS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def torchrun(folder: Path, ranks: int, mode: str, name: str) -> list[Any]:
-    """Run `ranks.py` on so many processes; return what each wrote."""
+def torchrun(folder: Path, ranks: int, mode: str, name: str, script: str = "ranks.py") -> list[Any]:
+    """Run a script on so many processes; return what each wrote."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(ROOT / "tests/laws/scripts/ranks.py")]
+    command += [f"--nproc_per_node={ranks}", str(ROOT / "tests/laws/scripts" / script)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(folder), mode, name], env=env, capture_output=True, text=True, timeout=150
@@ -141,3 +142,29 @@ def test_a_bad_part_is_an_error_that_names_its_rank(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         merge_checkpoints(spoil(read_parts(saved, "step"), saved))
+
+
+def test_ckp_10_ranks_of_a_mesh_that_differ_in_tensor_parallelism_get_equal_batches(
+    run: Recipe, expected: dict[int, str], tmp_path: Path
+) -> None:
+    (tmp_path / "recipe").write_bytes(pickle.dumps(run))
+    ranks = torchrun(tmp_path, DATA_RANKS * TENSOR_RANKS, "both", "mesh", "mesh.py")
+    by_place = {rank["place"]: rank for rank in ranks}
+    first = DATA_RANKS * GROUPS
+    for data_rank in range(DATA_RANKS):
+        peers = [by_place[data_rank, other] for other in range(TENSOR_RANKS)]
+        for name in ("before", "after", "part"):
+            assert peers[0][name] == peers[1][name]
+    data_ranks = [by_place[number, 0] for number in range(DATA_RANKS)]
+    assert union([rank["before"] for rank in data_ranks]) == _range(expected, 0, first)
+    assert union([rank["after"] for rank in data_ranks]) == _range(expected, first, 2 * first)
+
+    # One state a data rank: those of one tensor rank are complete, and all that are gathered agree.
+    state = merge_checkpoints([rank["part"] for rank in data_ranks])
+    assert all(rank["state"] == state for rank in ranks)
+    with run.build(state=json.loads(json.dumps(state))) as pipeline:
+        assert digests(take(pipeline, first)) == _range(expected, first, 2 * first)
+
+
+def _range(rows: dict[int, str], start: int, stop: int) -> dict[int, str]:
+    return {number: rows[number] for number in range(start, stop)}

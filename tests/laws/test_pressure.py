@@ -195,6 +195,7 @@ def test_an_exception_in_the_training_loop_ends_a_script_that_closes_nothing(
     assert err.count("Traceback") == 1
 
 
+# SHM-01, SHM-04: it also ends without a close.
 def test_a_tiny_dev_shm_does_not_matter(
     recipe: Recipe, expected: dict[int, str], tmp_path: Path
 ) -> None:

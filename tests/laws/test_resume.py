@@ -70,6 +70,7 @@ def all_rows(recipe: Recipe, count: int) -> dict[int, str]:
         return digests(take(pipeline, count))
 
 
+# CKP-01, CKP-20, ZEP-01.
 @drawn_runs
 @given(
     legs=st.lists(
@@ -111,6 +112,7 @@ def test_merged_parts_are_what_one_rank_would_have_written(
         assert comparable(parts) == comparable(whole)
 
 
+# CKP-05.
 @pytest.mark.parametrize("ends", [False, True])
 def test_every_batch_of_every_step_is_a_place_to_restore_from(
     endless: Recipe, finite: Recipe, ends: bool
@@ -232,6 +234,7 @@ def test_every_rank_of_a_finite_run_stops_at_the_same_step(
     assert total - steps * N < N
 
 
+# CKP-19.
 def test_a_state_taken_at_the_end_gives_nothing_more(finite: Recipe) -> None:
     with finite.build(microbatch=4) as pipeline:
         assert take(pipeline, 10_000)

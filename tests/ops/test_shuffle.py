@@ -35,6 +35,7 @@ def test_a_buffer_of_one_keeps_the_order() -> None:
     assert drain(buffer(1, 0), range(50)) == list(range(50))
 
 
+# PRF-04.
 @given(size=st.integers(2, 100))
 def test_it_emits_one_for_every_two_until_it_is_full(size: int) -> None:
     shuffle = buffer(size, 0)

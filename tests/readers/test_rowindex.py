@@ -50,6 +50,7 @@ def test_a_cached_index_is_equal_and_scans_nothing(folder: Path, tmp_path: Path)
     assert scans(folder) == [2, 2, 2]  # once for the cache, once for the index in memory
 
 
+# ZEP-03.
 def test_only_a_changed_or_new_shard_is_scanned_again(folder: Path, tmp_path: Path) -> None:
     open_index(folder, tmp_path / "cache")
     (folder / "1.b").write_bytes(b"new")
@@ -78,6 +79,7 @@ def test_a_damaged_cache_is_the_same_as_none(folder: Path, tmp_path: Path, damag
     assert scans(folder) == [2, 2, 2]
 
 
+# PRF-01.
 def test_a_pickle_of_a_cached_index_holds_no_rows(folder: Path, tmp_path: Path) -> None:
     (folder / "big.b").write_bytes(bytes(100_000))
     index = open_index(folder, tmp_path / "cache")

@@ -78,6 +78,7 @@ def test_a_worker_is_quiet_and_alike_the_trainer_where_it_matters(runner: Proces
     assert facts["path"] == sys.path
 
 
+# PRF-02.
 def test_torch_in_a_worker_has_one_native_thread(tmp_path: pathlib.Path) -> None:
     def threads_after_work(context: CountedContext) -> tuple[int, int]:
         import torch

@@ -17,6 +17,7 @@ from zephon_mm.errors import ZephonError
 # imported when it is chosen: `zephon-mm --help` need not wait for matplotlib or transformers.
 COMMANDS = {
     "demo": "make a data set, train a tiny model on it, resume on 1, 2, 3, 4 ranks",
+    "index": "measure every sample once, so that planning and restoring read none",
     "plan": "show the next sequences of a recipe without decoding an image",
     "verify": "prove that a recipe gives the same data on every topology and runner",
 }

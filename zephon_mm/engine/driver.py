@@ -37,12 +37,14 @@ from numpy.typing import NDArray
 
 from zephon_mm.batch import Assembly, Batch
 from zephon_mm.engine.lanes import Cursor, LanePlan
+from zephon_mm.engine.measuring import Measured, Measuring
 from zephon_mm.engine.order import Topology
-from zephon_mm.engine.pending import Decoding, Pending, image_jobs, sequence_keys
+from zephon_mm.engine.pending import Decoding, Pending, jobs_of, sequence_keys
 from zephon_mm.engine.planner import Group, Planner, Position, Start
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Context, measure
 from zephon_mm.errors import DataQualityError, RunnerError
+from zephon_mm.index import Index
 from zephon_mm.metrics import Metrics
 from zephon_mm.runners import make_runner
 from zephon_mm.shm.arena import Arena
@@ -58,7 +60,8 @@ class EngineConfig:
     """All that a driver needs.
 
     `prefetch_batches` batches may be planned and not delivered; `task_images` images are decoded by
-    one task; `measure_parallelism` bounds how many workers measure at once.
+    one task, `task_rows` samples measured; `measure_parallelism` bounds how many workers measure at
+    once; `index` is what is known of the samples, if anything.
     """
 
     plan: LanePlan
@@ -73,9 +76,11 @@ class EngineConfig:
     prefetch_batches: int
     memory_budget_bytes: int
     task_images: int
+    task_rows: int
     task_timeout_s: float
     measure_parallelism: int | None
     image_shape: tuple[int, ...]
+    index: Index | None
 
 
 class _Bell:
@@ -141,7 +146,7 @@ class Driver:
             topology=config.topology,
             start=start,
             finite=config.finite,
-            queue=self._queue,
+            measuring=Measuring(self._queue, config.index, config.task_rows),
             wait=self._wait_for,
             metrics=metrics,
         )
@@ -199,6 +204,11 @@ class Driver:
             self._refuse_requests()
         return request.answer.result()
 
+    @property
+    def plans_all_lanes(self) -> bool:
+        """Whether the cursors of this rank are those of all lanes."""
+        return self._config.finite or self._config.plan.whole_steps
+
     def stats(self) -> dict[str, float]:
         """Return queue depths, memory and the runner's counters, as of now."""
         return {
@@ -216,6 +226,8 @@ class Driver:
         self._queue.close()
         self._runner.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
+        if self._config.index is not None:
+            self._config.index.save()
         self._refuse_requests()
         self._ready.clear()
         self._deliver(RunnerError("the pipeline was closed"))
@@ -263,9 +275,9 @@ class Driver:
     def _wake(self) -> None:
         self._events.put(None)
 
-    def _wait_for(self, future: "Future[Any]") -> None:
-        future.add_done_callback(lambda _: self._wake())
-        self._wait_until(future.done, "measure")
+    def _wait_for(self, measured: Measured) -> None:
+        measured.add_done_callback(lambda _: self._wake())
+        self._wait_until(measured.done, "measure")
 
     def _wait_until(self, condition: Callable[[], bool], why: str) -> None:
         began = time.perf_counter()
@@ -303,8 +315,8 @@ class Driver:
         )
         slab, base = self._slab(assembly.layout.num_bytes)
         arrays = assembly.layout.views(slab)
-        jobs = image_jobs(assembly, group.sequences, base)
         assembly.fill_tokens(arrays, pad_id=config.pad_id)
+        jobs = jobs_of(assembly, group.sequences, base)
         datasets = config.context.datasets
         batch = assembly.batch(
             arrays,

@@ -10,20 +10,20 @@ Laws (tests/engine/test_lanes.py):
     2. A lane built at `cursor(k)` gives sequence k, k + 1, ... of the same lane.
     3. `cursor(k)` is a function of k: two ranks that planned a lane differently far agree.
 
-Imports: records, protocols, errors, metrics, engine.schedule. Used by: engine.planner.
+Imports: records, protocols, errors, metrics, engine.measuring. Used by: engine.planner.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zephon_mm.engine.measuring import Measured
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.protocols import Accumulator, WorkSource
-from zephon_mm.records import Record, Skip, State
 from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.records import Skip, State
 
 FIRST_SEEN = 1_000
 """`max_error_rate` allows its share of at least this many samples, so that one early defect
@@ -56,7 +56,8 @@ class LanePlan:
     defective samples that is tolerated, 0 for none. `barren_records` is how many samples in a row
     may give no sequence before that is an error. `remembered` is how many sequences before the
     next one a lane can still give a cursor of. `balance` deals each step's sequences to ranks by
-    their work; `pad_tail` completes the last step of a finite run with empty rows.
+    their work; `whole_steps` plans all lanes, a step at a time; `pad_tail` completes the last step
+    of a finite run with empty rows.
     """
 
     source: WorkSource
@@ -66,13 +67,13 @@ class LanePlan:
     max_error_rate: float
     barren_records: int
     remembered: int
-    task_rows: int = 32
     balance: bool = False
+    whole_steps: bool = False
     pad_tail: bool = False
 
 
-Measure = Callable[[int, Any], "Future[list[Record | Skip]]"]
-"""(lane, refs) -> future of their records: how a lane asks for measuring."""
+Measure = Callable[[int, Any], Iterable[Measured]]
+"""(lane, refs) -> their records to come, in parts: how a lane asks for measuring."""
 
 
 class Lane:
@@ -107,8 +108,8 @@ class Lane:
         self._state = state
         self._drawn = 0  # chunks drawn of the window that is being read ahead
         self._source_ended = False
-        self._queue: deque[Future[list[Record | Skip]] | _WindowEnd] = deque()
-        self._tasks = 0  # futures in the queue
+        self._queue: deque[Measured | _WindowEnd] = deque()
+        self._tasks = 0  # of the queue, those that are records to come
         self._next_states: deque[State] = deque()
         self.emitted = first - offset
         self._keep_from = first
@@ -124,10 +125,10 @@ class Lane:
         return self._source_ended and not self._queue
 
     @property
-    def head(self) -> "Future[list[Record | Skip]] | None":
+    def head(self) -> Measured | None:
         """The oldest measuring that `step` would wait for; None when it would not."""
         head = self._queue[0] if self._queue else None
-        return head if isinstance(head, Future) else None
+        return None if isinstance(head, _WindowEnd) else head
 
     def fill(self, tasks_ahead: int) -> None:
         """Submit measuring until `tasks_ahead` tasks are under way or the lane has ended."""
@@ -204,9 +205,8 @@ class Lane:
             self._queue.append(_WindowEnd())
             self._next_states.append(self._state)
             return
-        for at in range(0, len(chunk.refs), self._plan.task_rows):
-            refs = chunk.refs[at : at + self._plan.task_rows]
-            self._queue.append(self._measure(self.number, refs))
+        for part in self._measure(self.number, chunk.refs):
+            self._queue.append(part)
             self._tasks += 1
         self._drawn += 1
         if self._drawn == self._plan.chunks_per_window:

@@ -1,6 +1,7 @@
-"""A planned batch on its way: its images are counted down as tasks of a few of them end.
+"""A planned batch on its way: its jobs are counted down as tasks of a few of them end.
 
-Imports: batch, io, engine.planner, engine.schedule, engine.tasks. Used by: engine.driver, pipeline.
+Imports: batch, errors, io, engine.planner, engine.schedule, engine.tasks. Used by:
+engine.driver, planning.
 """
 
 import math
@@ -10,20 +11,25 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import Assembly, Batch
+from zephon_mm.batch import Assembly, Batch, Text, token_fields
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import Failure, ImageJob, materialize, poisoned_image
+from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
+from zephon_mm.errors import StaleIndexError
 from zephon_mm.io import Dataset
+from zephon_mm.records import IndexedRecord, Piece, extents_of
 from zephon_mm.records import Sequence as PackedSequence
 
 Arrays = Mapping[str, NDArray[Any]]
+Target = int | Text
+"""What of a batch a job writes: an image, by its number there, or the tokens of a piece."""
 
 
 class Pending:
-    """A planned batch: complete but for its pixels, ready when its last image has ended.
+    """A planned batch: ready when the last job of a worker for it has ended.
 
     It lets go of the records: freed here they are still in the caches, freed by the consumer they
     would cost it 0.4 ms a batch.
@@ -44,26 +50,34 @@ class Pending:
         self.error: BaseException | None = None
         self.ready = threading.Event()
         self._arrays = arrays
-        self._images_left = len(assembly.images)
+        self._jobs_left = len(assembly.images) + len(assembly.texts)
         self._lock = threading.Lock()
-        if not assembly.images:
+        if not self._jobs_left:
             self.ready.set()
         assembly.release()
 
-    def end(self, results: Sequence[tuple[int, Any]], error: BaseException | None = None) -> None:
-        """Take the results of some images, as (number in the batch, result); the last make ready.
+    def end(
+        self, results: Sequence[tuple[Target, Any]], error: BaseException | None = None
+    ) -> None:
+        """Take the results of some jobs; the last make ready.
 
-        A result is None where the worker wrote the pixels, a `Failure`, or the pixels.
+        A result is None where the worker wrote into the batch, a `Failure`, or what it would have
+        written.
         """
-        for number, result in results:
-            if isinstance(result, Failure):
-                self.failures[number] = result
+        for target, result in results:
+            if isinstance(target, Text):
+                if isinstance(result, Failure):
+                    error = StaleIndexError(f"{result.message}; the index says that it is sound")
+                elif result is not None:
+                    self.assembly.write_text(self._arrays, target, result)
+            elif isinstance(result, Failure):
+                self.failures[target] = result
             elif result is not None:
-                self._arrays["pixel_values"][number] = result
+                self._arrays["pixel_values"][target] = result
         with self._lock:
-            self._images_left -= len(results)
+            self._jobs_left -= len(results)
             self.error = self.error or error
-            last = self._images_left == 0
+            last = self._jobs_left == 0
         if last:
             self.ready.set()
 
@@ -75,49 +89,47 @@ class Pending:
 
 
 class Decoding:
-    """Groups the images of successive batches into tasks; it belongs to the driver.
+    """Groups the jobs of successive batches into tasks; it belongs to the driver.
 
     Args:
         queue: Where tasks are submitted.
-        task_images: Images of a task.
+        task_images: Images of a task; a text counts for a quarter of one.
     """
 
     def __init__(self, queue: TaskQueue, task_images: int) -> None:
         self._queue = queue
-        self._task_images = task_images
-        self._jobs: list[ImageJob] = []
-        self._owners: list[tuple[Pending, int]] = []  # whose image each job is, and its number
-        self._due = 0
+        self._full = 4 * task_images
+        self._jobs: list[Job] = []
+        self._owners: list[tuple[Pending, Target]] = []  # whose job each is, and what of it
+        self._weight = self._due = 0
 
-    def add(self, pending: Pending, jobs: Sequence[ImageJob], due: int) -> None:
-        """Take the images of batch number `due`; submit the tasks that they fill."""
-        if not self._jobs:
-            self._due = due
-        self._jobs += jobs
-        self._owners += [(pending, number) for number in range(len(jobs))]
-        while len(self._jobs) >= self._task_images:
-            self._submit(self._task_images)
-            self._due = due
+    def add(self, pending: Pending, jobs: Sequence[tuple[Target, Job]], due: int) -> None:
+        """Take the jobs of batch number `due`; submit the tasks that they fill."""
+        for target, job in jobs:
+            if not self._jobs:
+                self._due = due
+            self._jobs.append(job)
+            self._owners.append((pending, target))
+            self._weight += 1 if isinstance(job, TextJob) else 4
+            if self._weight >= self._full:
+                self.flush()
 
     def flush(self) -> None:
-        """Submit what does not fill a task: nothing more comes for now."""
-        if self._jobs:
-            self._submit(len(self._jobs))
-
-    def _submit(self, count: int) -> None:
-        jobs, self._jobs = self._jobs[:count], self._jobs[count:]
-        owners, self._owners = self._owners[:count], self._owners[count:]
-        future = self._queue.submit((self._due, 0), materialize, jobs, poisoned_image)
-        future.add_done_callback(partial(_hand_out, owners))
+        """Submit also what does not fill a task."""
+        if not self._jobs:
+            return
+        future = self._queue.submit((self._due, 0), materialize, self._jobs, poisoned_job)
+        future.add_done_callback(partial(_hand_out, self._owners))
+        self._jobs, self._owners, self._weight = [], [], 0
 
 
-def _hand_out(owners: Sequence[tuple[Pending, int]], task: "Future[list[Any]]") -> None:
-    """Give each batch the results of its images; it waits for nothing after an error."""
+def _hand_out(owners: Sequence[tuple[Pending, Target]], task: "Future[list[Any]]") -> None:
+    """Give each batch the results of its jobs; it waits for nothing after an error."""
     error = CancelledError() if task.cancelled() else task.exception()
     results = [None] * len(owners) if error is not None else task.result()
-    shares: dict[int, tuple[Pending, list[tuple[int, Any]]]] = {}
-    for (pending, number), result in zip(owners, results, strict=True):
-        shares.setdefault(id(pending), (pending, []))[1].append((number, result))
+    shares: dict[int, tuple[Pending, list[tuple[Target, Any]]]] = {}
+    for (pending, target), result in zip(owners, results, strict=True):
+        shares.setdefault(id(pending), (pending, []))[1].append((target, result))
     for pending, share in shares.values():
         pending.end(share, error)
 
@@ -128,20 +140,43 @@ def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tupl
     return tuple(datasets[ref.dataset].row_name(ref.shard, ref.row) for ref in refs)
 
 
-def image_jobs(
+def jobs_of(
     assembly: Assembly, sequences: Sequence[PackedSequence], base: int
-) -> list[ImageJob]:
-    """Return where each image of a batch goes; `base` is the slab's offset in the arena, or -1."""
+) -> list[tuple[Target, Job]]:
+    """Return what the workers write, sample by sample: they read one again for all of its jobs.
+
+    Args:
+        assembly: Of the batch, its tokens filled.
+        sequences: Its rows.
+        base: The slab's offset in the arena; -1 for memory that the workers cannot reach.
+    """
     field = assembly.layout.fields["pixel_values"]
     size = math.prod(field.shape[1:])
-    refs = [
-        piece.record.ref
-        for sequence in sequences
-        for piece in sequence.pieces
-        for _ in piece.images()
-    ]
-    jobs = []
-    for number, (ref, image) in enumerate(zip(refs, assembly.images, strict=True)):
-        offset = -1 if base < 0 else base + field.offset + number * size
-        jobs.append(ImageJob(ref, image.blob, offset, image.shape))
+    texts = iter(assembly.texts)
+    image = 0
+    jobs: list[tuple[Target, Job]] = []
+    for sequence in sequences:
+        for piece in sequence.pieces:
+            record = piece.record
+            if isinstance(record, IndexedRecord):
+                text = next(texts)
+                jobs.append((text, _text_job(assembly, text, piece, base)))
+            first = sum(i.start < piece.start for i in record.images) if piece.start else 0
+            for number, slot in enumerate(piece.images(), start=first):
+                offset = -1 if base < 0 else base + field.offset + image * size
+                job = ImageJob(record.ref, slot.blob, offset, slot.shape, number)
+                jobs.append((image, job))
+                image += 1
     return jobs
+
+
+def _text_job(assembly: Assembly, text: Text, piece: Piece, base: int) -> TextJob:
+    offsets = None
+    if base >= 0:
+        fields = [assembly.layout.fields[name] for name in token_fields(0, 0)]
+        at = text.row * fields[0].shape[1] + text.start
+        offsets = tuple(base + field.offset + at * field.dtype.itemsize for field in fields)
+    record = piece.record
+    extents = np.array(extents_of(record), dtype=np.int32).tobytes()
+    tokens = record.num_tokens
+    return TextJob(record.ref, piece.start, piece.stop, text.segment, offsets, tokens, extents)

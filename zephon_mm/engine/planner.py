@@ -9,21 +9,19 @@ Imports: engine.balance, engine.lanes, engine.order, records. Used by: engine.dr
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zephon_mm.engine.balance import Costs, costs_of, deal, in_order, straggler
 from zephon_mm.engine.lanes import Cursor, Lane, LanePlan
+from zephon_mm.engine.measuring import Measured, Measuring
 from zephon_mm.engine.order import Round, Topology, delivered_of_lane
-from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.errors import CheckpointError, DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.records import Sequence as PackedSequence
 
-Wait = Callable[["Future[Any]"], None]
-"""Blocks until a future is done; the driver serves other requests meanwhile."""
+Wait = Callable[[Measured], None]
+"""Blocks until measuring is done; the driver serves other requests meanwhile."""
 
 
 class Hand(NamedTuple):
@@ -88,7 +86,7 @@ class Planner:
         topology: Who materializes what.
         start: Where to begin.
         finite: Whether lanes may end.
-        queue: Where measuring is submitted.
+        measuring: Gives the records of chunks.
         wait: How to wait for measuring.
         metrics: Where skips are counted.
     """
@@ -101,7 +99,7 @@ class Planner:
         topology: Topology,
         start: Start,
         finite: bool,
-        queue: TaskQueue,
+        measuring: Measuring,
         wait: Wait,
         metrics: Metrics,
     ) -> None:
@@ -109,13 +107,16 @@ class Planner:
         self._plan = plan
         self._topology = topology
         self._start = start
-        self._stepwise = finite or plan.balance  # plans all lanes, a step at a time
-        self._queue = queue
+        self._finite = finite
+        self._stepwise = finite or plan.whole_steps  # plans all lanes, a step at a time
+        self._measuring = measuring
         self._wait = wait
         self._metrics = metrics
         self._lanes: dict[int, Lane] = {}
         self._due = 0  # batches planned so far: measuring for an earlier batch goes first
-        self._tasks_ahead = max(2, -(-queue.slots // self._num_needed())) if queue.runs_ahead else 1
+        self._runs_ahead = measuring.queue.runs_ahead
+        slots = measuring.queue.slots
+        self._tasks_ahead = max(2, -(-slots // self._num_needed())) if self._runs_ahead else 1
 
     def groups(self) -> Iterator[Group]:
         """Yield this rank's batches until the data ends; endless if the source is."""
@@ -281,7 +282,7 @@ class Planner:
         return sequence
 
     def _look_ahead(self, lane: Lane) -> None:
-        if self._queue.runs_ahead:
+        if self._runs_ahead:
             lane.fill(self._tasks_ahead)
 
     def _advance(self, lane: Lane) -> None:
@@ -300,11 +301,13 @@ class Planner:
         return lane
 
     def _new_lane(self, number: int) -> Lane:
-        first = self._first(number)
-        cursor = (self._start.cursors or {}).get(number)
-        if cursor is None and first > 0:
+        start = self._start
+        cursor = (start.cursors or {}).get(number)
+        begun = start.delivered - sum(hand.size for hand in start.dealt)
+        given = 0 if self._finite else delivered_of_lane(begun, number, self.num_lanes)
+        if cursor is None and given > 0:
             raise CheckpointError(
-                f"the state has no cursor for lane {number}, which {first} sequences of were "
+                f"the state has no cursor for lane {number}, which {given} sequences of were "
                 "delivered: it is a part of one rank. Merge the parts of all ranks with "
                 "zephon_mm.checkpoint.merge_checkpoints, or take it with checkpoint(group=...)."
             )
@@ -314,13 +317,13 @@ class Planner:
             measure=self._measure,
             cursor=cursor,
             num_lanes=self.num_lanes,
-            first=first,
+            first=self._first(number),
             metrics=self._metrics,
         )
 
-    def _measure(self, lane: int, refs: Any) -> "Future[Any]":
+    def _measure(self, lane: int, refs: Any) -> Iterator[Measured]:
         # Materializing a batch has priority (its number, 0): what is due sooner goes first.
-        return self._queue.submit((self._due, 1, lane), measure, refs, poisoned_sample)
+        return self._measuring((self._due, 1, lane), refs)
 
     def _first(self, lane: int) -> int:
         """Return the index of a lane's first owed sequence; a finite run counts from its start."""

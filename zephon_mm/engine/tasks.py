@@ -1,30 +1,31 @@
-"""The two worker functions: measure samples, materialize images. Stateless; errors are values.
+"""The two worker functions: measure samples, materialize batches. Stateless; errors are values.
 
 What a task returns is a list as long as its items, so that the scheduler may run any of them alone.
 A defect of the data becomes a `Skip` or a `Failure`. A fault of the environment (OSError) is tried
 again here, then raised with the sample's name: it never becomes a result.
 
-Imports: io, ops, processors.documents, records. Used by: engine.planner, engine.driver.
+Imports: batch, io, ops, processors.documents, records. Used by: engine.planner, engine.driver.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.errors import ConfigError, SampleError
+from zephon_mm.batch import TOKEN_DTYPES, write_piece
+from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
 from zephon_mm.io import Dataset, read_blob
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.processors.documents import Schema, SchemaName, fields_of, schema_of, to_document
 from zephon_mm.protocols import ImageProcessor, Sample
-from zephon_mm.records import Blob, Document, Record, SampleRef, Skip
+from zephon_mm.records import Blob, Document, Image, Record, SampleRef, Skip, extents_of
 from zephon_mm.shm.arena import Arena
 
 RETRY_DELAYS_S = (0.05, 0.5, 2.0)
@@ -52,12 +53,36 @@ class Context:
 
 
 class ImageJob(NamedTuple):
-    """One image to write at `offset` of the arena; -1: return the array instead."""
+    """One image to write at `offset` of the arena; -1: return the array instead.
+
+    Without a blob it is image `number` of the sample's document, which is read again.
+    """
 
     ref: SampleRef
-    blob: Blob
+    blob: Blob | None
     offset: int
     shape: tuple[int, ...]
+    number: int = 0
+
+
+class TextJob(NamedTuple):
+    """The token arrays of one piece to write, of a record out of the index.
+
+    `offsets` are those of its first token in the arena's four token arrays; None: return the arrays
+    instead. `segment` is its number in the row. `num_tokens` and `extents` (int32, as bytes) are
+    what the index says of the record.
+    """
+
+    ref: SampleRef
+    start: int
+    stop: int
+    segment: int
+    offsets: tuple[int, ...] | None
+    num_tokens: int
+    extents: bytes
+
+
+Job = ImageJob | TextJob
 
 
 class Failure(NamedTuple):
@@ -111,18 +136,23 @@ def measure(context: Context, refs: Iterable[Sequence[int]]) -> list[Record | Sk
         refs: (n, 3) integers with the columns of `SampleRef`.
     """
     wanted = [SampleRef(int(d), int(s), int(r)) for d, s, r in refs]
+    samples = _samples(context, wanted)
+    return [_record(context, ref, sample) for ref, sample in zip(wanted, samples, strict=True)]
+
+
+def _samples(context: Context, wanted: Sequence[SampleRef]) -> list[Sample | SampleError]:
+    """Read samples, those of a shard at once."""
     groups: dict[tuple[int, int], list[int]] = {}
     for position, ref in enumerate(wanted):
         groups.setdefault((ref.dataset, ref.shard), []).append(position)
-    results: dict[int, Record | Skip] = {}
+    found: dict[int, Sample | SampleError] = {}
     for (number, shard), positions in groups.items():
         dataset = context.datasets[number]
         rows = [wanted[position].row for position in positions]
         read = partial(dataset.reader.read, shard, rows)
         samples = _persistently(read, dataset.row_name(shard, rows[0]))
-        for position, sample in zip(positions, samples, strict=True):
-            results[position] = _record(context, wanted[position], sample)
-    return [results[position] for position in range(len(wanted))]
+        found.update(zip(positions, samples, strict=True))
+    return [found[position] for position in range(len(wanted))]
 
 
 def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> Record | Skip:
@@ -155,35 +185,97 @@ def _document(context: Context, number: int, sample: Sample | SampleError) -> Do
     return document
 
 
-def materialize(
-    context: Context, jobs: Sequence[ImageJob]
-) -> list[Failure | NDArray[np.uint8] | None]:
-    """Write images into the arena; None for each that is there, or a failure.
+def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
+    """Write images and tokens into the arena; None for each that is there, or an image's `Failure`.
 
-    With `offset` -1 the image's array is returned, for memory that the worker cannot reach.
+    Where a job has no place in the arena its arrays are returned, for memory that the worker cannot
+    reach.
     """
-    return [_materialize(context, job) for job in jobs]
+    again = list(dict.fromkeys(job.ref for job in jobs if not _has_blob(job)))
+    samples = dict(zip(again, _samples(context, again), strict=True))
+    return [_materialize(context, job, samples) for job in jobs]
 
 
-def _materialize(context: Context, job: ImageJob) -> Failure | NDArray[np.uint8] | None:
-    dataset = context.datasets[job.ref.dataset]
-    name = dataset.row_name(job.ref.shard, job.ref.row)
-    assert context.image_processor is not None
+def _has_blob(job: Job) -> bool:
+    return isinstance(job, ImageJob) and job.blob is not None
+
+
+def _materialize(context: Context, job: Job, samples: Mapping[SampleRef, Any]) -> Any:
+    name = _name(context, job.ref)
     try:
-        encoded = _persistently(partial(read_blob, dataset, job.blob), name)
-        if job.offset < 0 or context.arena is None:
+        if isinstance(job, TextJob):
+            return _write_text(context, job, samples[job.ref])
+        blob = job.blob
+        if blob is None:
+            blob = _blob_again(context, job, samples[job.ref])
+        return _write_image(context, job, blob)
+    except Exception as error:
+        error.add_note(f"while decoding sample {name}")
+        raise
+
+
+def _write_image(context: Context, job: ImageJob, blob: Blob) -> Failure | NDArray[np.uint8] | None:
+    assert context.image_processor is not None
+    name = _name(context, job.ref)
+    shared = job.offset >= 0 and context.arena is not None
+    try:
+        encoded = _persistently(partial(read_blob, context.datasets[job.ref.dataset], blob), name)
+        if shared:
+            out = context.arena.view(job.offset, math.prod(job.shape)).reshape(job.shape)  # type: ignore[union-attr]
+        else:
             out = np.empty(job.shape, dtype=np.uint8)
-            context.image_processor.write(encoded, out)
-            return out
-        size = math.prod(job.shape)
-        out = context.arena.view(job.offset, size).reshape(job.shape)
         context.image_processor.write(encoded, out)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
-    except Exception as error:
-        error.add_note(f"while decoding an image of sample {name}")
-        raise
+    return None if shared else out
+
+
+def _blob_again(context: Context, job: ImageJob, sample: Sample | SampleError) -> Blob:
+    """Return the blob of an image that the index told only the shape of."""
+    try:
+        document = _document(context, job.ref.dataset, sample)
+    except SampleError as error:
+        raise _stale(context, job.ref, error.message) from error
+    images = [s for s in document.segments if isinstance(s, Image)] if document else []
+    if job.number >= len(images):
+        raise _stale(context, job.ref, f"it has {len(images)} images")
+    return images[job.number].blob
+
+
+def _write_text(
+    context: Context, job: TextJob, sample: Sample | SampleError
+) -> list[NDArray[Any]] | None:
+    """Tokenize a sample again and write the tokens of a piece of it."""
+    record = _record(context, job.ref, sample)
+    if isinstance(record, Skip):
+        raise _stale(context, job.ref, record.message)
+    extents = np.array(extents_of(record), dtype=np.int32).tobytes()
+    if record.num_tokens != job.num_tokens or extents != job.extents:
+        raise _stale(
+            context,
+            job.ref,
+            f"it gives {record.num_tokens} tokens and {record.num_images} images, the index has "
+            f"{job.num_tokens} tokens",
+        )
+    size = job.stop - job.start
+    if job.offsets is None or context.arena is None:
+        arrays = [np.empty(size, dtype=dtype) for dtype in TOKEN_DTYPES]
+        write_piece(record, job.start, job.stop, job.segment, arrays)
+        return arrays
+    places = zip(job.offsets, TOKEN_DTYPES, strict=True)
+    arrays = [
+        context.arena.view(offset, size * dtype.itemsize).view(dtype) for offset, dtype in places
+    ]
+    write_piece(record, job.start, job.stop, job.segment, arrays)
     return None
+
+
+def _stale(context: Context, ref: SampleRef, found: str) -> StaleIndexError:
+    return StaleIndexError(
+        f"sample {_name(context, ref)} is not what the index says of it: {found}. Data or code "
+        "changed under the same name, size and version: make the index anew with "
+        "`zephon-mm index RECIPE --rebuild`, or set options(index='off')."
+    )
 
 
 def _persistently(action: Callable[[], T], name: str) -> T:
@@ -206,8 +298,8 @@ def poisoned_sample(context: Context, ref: Sequence[int], cause: str) -> Skip:
     return Skip(where, "crashed_worker", f"{_name(context, where)}: {cause}", True)
 
 
-def poisoned_image(context: Context, job: ImageJob, cause: str) -> Failure:
-    """What `materialize` answers for an image that crashed its worker twice, alone."""
+def poisoned_job(context: Context, job: Job, cause: str) -> Failure:
+    """What `materialize` answers for a job that crashed its worker twice, alone."""
     return Failure("crashed_worker", f"{_name(context, job.ref)}: {cause}")
 
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.records import Piece, Policy, Record, Sequence
+from zephon_mm.records import AnyRecord, Piece, Policy, Sequence
 from zephon_mm.tables import check_types
 
-Report = Callable[[str, Record], None]
+Report = Callable[[str, AnyRecord], None]
 """`report(reason, record)`: a record was dropped (`overlong`, `too_many_images`) or `truncated`."""
 
 # A key sorts by length, then by arrival, first one last: (length << _BITS) + (_MASK - arrival).
@@ -44,7 +44,7 @@ _MIN_HELD = 4  # as are this many sequences' worth of tokens
 _GAP_SHIFT = 6  # a gap above 1/64 of a sequence is worth a second try
 
 
-def ignore(reason: str, record: Record) -> None:
+def ignore(reason: str, record: AnyRecord) -> None:
     """Report nothing."""
 
 
@@ -99,11 +99,11 @@ class BestFitPacker:
         self._tokens = 0  # of all that is held
         self._oldest_first = True
 
-    def push(self, record: Record) -> list[Sequence]:
+    def push(self, record: AnyRecord) -> list[Sequence]:
         """Place one record; return the sequence that closes, if any."""
         piece = Piece(record, 0, record.num_tokens)
         config = self._config
-        if record.num_tokens > config.max_length or len(record.images) > self._max_images:
+        if record.num_tokens > config.max_length or record.num_images > self._max_images:
             fitted = fit_one(record, config, self._report)
             if fitted is None:
                 return []
@@ -194,7 +194,7 @@ class BestFitPacker:
         """Return the images of a held record; 0 where there is no limit, to save the look-up."""
         if self._max_images == _NO_LIMIT:
             return 0
-        return sum(1 for _ in self._pieces[_MASK - (key & _MASK)].images())
+        return self._pieces[_MASK - (key & _MASK)].num_images
 
 
 class WrapPacker:
@@ -213,7 +213,7 @@ class WrapPacker:
         self._free = config.max_length
         self._images_left = self._max_images
 
-    def push(self, record: Record) -> list[Sequence]:
+    def push(self, record: AnyRecord) -> list[Sequence]:
         """Append one record; return the sequences that it fills."""
         end = self._cuttable(record)
         start = 0
@@ -225,7 +225,7 @@ class WrapPacker:
                 self._open.append(piece)
                 self._free -= stop - start
                 if self._max_images != _NO_LIMIT:
-                    self._images_left -= sum(1 for _ in piece.images())
+                    self._images_left -= piece.num_images
                 start = stop
             if start < end or not self._free:
                 closed += self.flush()
@@ -238,9 +238,9 @@ class WrapPacker:
         self._images_left = self._max_images
         return [Sequence(pieces)] if pieces else []
 
-    def _cuttable(self, record: Record) -> int:
+    def _cuttable(self, record: AnyRecord) -> int:
         """Return how many tokens of a record can be placed; 0 if it is dropped."""
-        if record.images and not self._max_images:
+        if record.num_images and not self._max_images:
             self._report("too_many_images", record)
             return 0
         max_length = self._config.max_length
@@ -251,7 +251,7 @@ class WrapPacker:
                 return start if useful else 0
         return record.num_tokens
 
-    def _cut(self, record: Record, start: int, end: int) -> int:
+    def _cut(self, record: AnyRecord, start: int, end: int) -> int:
         """Return where the piece from `start` that fits the open sequence stops."""
         stop = min(end, start + self._free)
         images_left = self._images_left
@@ -266,7 +266,7 @@ class WrapPacker:
         return stop
 
 
-def fit_one(record: Record, config: PackConfig, report: Report) -> Piece | None:
+def fit_one(record: AnyRecord, config: PackConfig, report: Report) -> Piece | None:
     """Apply the overlong policy to a record that no sequence can hold; report what happened.
 
     Returns:
@@ -280,7 +280,7 @@ def fit_one(record: Record, config: PackConfig, report: Report) -> Piece | None:
     if stop < record.num_tokens and (config.overlong == "drop" or not is_useful(record, stop)):
         report("overlong", record)
         return None
-    if config.max_images is not None and sum(1 for _ in piece.images()) > config.max_images:
+    if config.max_images is not None and piece.num_images > config.max_images:
         report("too_many_images", record)
         return None
     if stop < record.num_tokens:
@@ -288,6 +288,6 @@ def fit_one(record: Record, config: PackConfig, report: Report) -> Piece | None:
     return piece
 
 
-def is_useful(record: Record, stop: int) -> bool:
+def is_useful(record: AnyRecord, stop: int) -> bool:
     """Return whether the first `stop` tokens of a record have one to train on."""
     return any(first < stop for first, _ in record.trained_runs)

@@ -1,0 +1,215 @@
+"""The fluent builder: a source, operators, a batch; checked at construction.
+
+    source -> [schema, map, filter, interleave | tokenize]   in the workers, stateless
+           -> [pack, shuffle, accumulate, map_sequence]      in the planner, per lane and window
+           -> [decode, resize]                               in the workers, into shared memory
+           -> Batch
+
+Imports: engine.order, meshes, ops, options, stages, compiled. Used by: pipeline.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from zephon_mm.compiled import topology_of
+from zephon_mm.engine.order import check_topology
+from zephon_mm.errors import ConfigError
+from zephon_mm.meshes import without_mesh
+from zephon_mm.ops.interleave import Interleave
+from zephon_mm.ops.map import Filter, Map
+from zephon_mm.ops.pack import PackConfig
+from zephon_mm.ops.tokenize import Tokenize
+from zephon_mm.ops.tokenizer import TextTokenizer
+from zephon_mm.options import Options, check_names
+from zephon_mm.protocols import ImageProcessor, WorkSource
+from zephon_mm.records import Document
+from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.stages import (
+    DocumentStage,
+    Factory,
+    PackStage,
+    ShuffleStage,
+    Stages,
+    map_stage,
+    user_stage,
+)
+from zephon_mm.tables import check_types
+
+
+class Builder:
+    """Collects what a pipeline is made of; each method checks what it is given and returns itself.
+
+    Args:
+        source: Which samples come next.
+    """
+
+    def __init__(self, source: Any) -> None:
+        if not isinstance(source, WorkSource):
+            raise ConfigError(
+                f"Pipeline takes a WorkSource, got {type(source).__name__}. For datasets: "
+                "StaticMixtureWorkSource([dataset], {dataset.name: 1.0}, seed=0)."
+            )
+        self._source: Any = source
+        self._options = Options()
+        self._stages = Stages()
+        self._batching: tuple[int, int | None] | None = None
+        self._pad_tail = self._started = False
+
+    def options(self, **changes: Any) -> Self:
+        """Set how the pipeline runs; the settings are those of `zephon_mm.options.Options`.
+
+        Raises:
+            ConfigError: An unknown setting or an impossible value.
+        """
+        changes = without_mesh(changes)
+        check_names(changes, Options, "options")
+        return self._build(options=replace(self._options, **changes))
+
+    def map(
+        self,
+        fn: Callable[[Document], Document],
+        *,
+        version: str = "",
+        parallelism: int | None = None,
+    ) -> Self:
+        """Replace every document by `fn(document)`, in the workers; `fn` must be pure.
+
+        Args:
+            fn: The function. A `SampleError` that it raises skips the sample.
+            version: Change it when the function's meaning changes: part of the fingerprint.
+            parallelism: Workers that may be in it at once.
+        """
+        stage = DocumentStage(".map", Map(fn), version)
+        return self._build(stages=self._stages.with_document(stage, parallelism))
+
+    def filter(
+        self, fn: Callable[[Document], bool], *, version: str = "", parallelism: int | None = None
+    ) -> Self:
+        """Keep the documents for which `fn(document)` is true; arguments as for `map`."""
+        stage = DocumentStage(".filter", Filter(fn), version)
+        return self._build(stages=self._stages.with_document(stage, parallelism))
+
+    def interleave(
+        self,
+        *,
+        tokenizer: Any,
+        image_processor: ImageProcessor | None = None,
+        eos: bool = True,
+        image_token: str | None = None,
+        parallelism: int | None = None,
+    ) -> Self:
+        """Turn documents of text and images into tokens and image placeholders.
+
+        Args:
+            tokenizer: What `TextTokenizer.load` takes: a folder, a file, a hub id, or a tokenizer.
+            image_processor: What images become; None for documents of text only.
+            eos: End every document with the end token, which is trained.
+            image_token: Name of the placeholder token; None looks for the usual ones.
+            parallelism: Workers that may measure at once.
+
+        Raises:
+            ConfigError: The tokenizer lacks a token that is needed.
+        """
+        if image_processor is not None and not isinstance(image_processor, ImageProcessor):
+            raise ConfigError(
+                f"interleave: image_processor must be an ImageProcessor such as SigLIPProcessor(), "
+                f"got {image_processor!r}"
+            )
+        loaded = TextTokenizer.load(tokenizer, image_token=image_token, eos=eos)
+        stage = Interleave(loaded, image_processor, eos=eos)
+        return self._build(stages=self._stages.with_interleave(stage, parallelism))
+
+    def tokenize(
+        self,
+        *,
+        tokenizer_id: Any,
+        field: str = "text",
+        eos: bool = True,
+        parallelism: int | None = None,
+    ) -> Self:
+        """Turn one text field of every sample into tokens; arguments as for `interleave`."""
+        stage = Tokenize(TextTokenizer.load(tokenizer_id, eos=eos), field, eos=eos)
+        return self._build(stages=self._stages.with_interleave(stage, parallelism))
+
+    def pack_flat(
+        self,
+        *,
+        max_length: int,
+        algorithm: Literal["best_fit", "wrap"] = "best_fit",
+        max_images: int | None = None,
+        overlong: Literal["drop", "truncate"] = "drop",
+        lookahead: int | None = None,
+    ) -> Self:
+        """Pack documents into sequences; the settings are those of `zephon_mm.ops.pack`."""
+        more = {} if lookahead is None else {"lookahead": lookahead}
+        config = PackConfig(max_length, algorithm, max_images, overlong, **more)
+        return self._build(stages=self._stages.with_sequence(PackStage(config)))
+
+    def shuffle(self, *, buffer_size: int, seed: int = 0) -> Self:
+        """Shuffle sequences within each lane, through a buffer of `buffer_size` of them."""
+        return self._build(stages=self._stages.with_sequence(ShuffleStage(buffer_size, seed)))
+
+    def map_sequence(
+        self, fn: Callable[[PackedSequence], PackedSequence], *, version: str = ""
+    ) -> Self:
+        """Replace every packed sequence by `fn(sequence)`; metadata only."""
+        return self._build(stages=self._stages.with_sequence(map_stage(fn, version)))
+
+    def accumulate(self, factory: Factory, *, seed: int = 0, version: str = "") -> Self:
+        """Add an accumulator: `factory(rng)` is called for every window of every lane.
+
+        Before `.pack_flat` it takes records, after it sequences: `push(item)` and `flush()` return
+        iterables of them.
+        """
+        stage = user_stage("accumulate", factory, factory, seed, version)
+        return self._build(stages=self._stages.with_sequence(stage))
+
+    def batch(
+        self,
+        *,
+        microbatch_size: int,
+        global_batch_size: int | None = None,
+        tail: Literal["drop", "pad"] = "drop",
+    ) -> Self:
+        """Set B, the sequences of a batch, and N, those of a step over all ranks.
+
+        With N set it is part of the fingerprint; without, N = dp_degree * B.
+
+        Args:
+            microbatch_size: B.
+            global_batch_size: N; every rank delivers N / (dp_degree * B) batches a step.
+            tail: What a finite run does with the sequences that do not fill a step: `drop` them
+                (at most N - 1, counted), or `pad` the step with rows of padding alone, whose `keys`
+                are empty, so that an evaluation sees every document once.
+
+        Raises:
+            ConfigError: `dp_degree * B` does not divide N.
+        """
+        check_types(
+            Builder.batch,
+            "batch",
+            microbatch_size=microbatch_size,
+            global_batch_size=global_batch_size,
+            tail=tail,
+        )
+        self._build(batching=(microbatch_size, global_batch_size))
+        self._pad_tail = tail == "pad"
+        return self
+
+    def _build(
+        self,
+        *,
+        options: Options | None = None,
+        stages: Stages | None = None,
+        batching: tuple[int, int | None] | None = None,
+    ) -> Self:
+        if self._started:
+            raise ConfigError("the pipeline has started: change a new Pipeline instead")
+        options, batching = options or self._options, batching or self._batching
+        if batching is not None:
+            check_topology(topology_of(options, batching))
+        self._options = options
+        self._stages = stages or self._stages
+        self._batching = batching
+        return self
