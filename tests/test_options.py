@@ -1,10 +1,13 @@
 """Every knob is checked where it is set, by name."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fixtures.memory import Recipe
+from zephon_mm import options as options_module
 from zephon_mm.errors import ConfigError
 from zephon_mm.options import Options, check_names
 
@@ -23,6 +26,7 @@ from zephon_mm.options import Options, check_names
         ({"dp_degree": 2, "dp_rank": 2}, r"dp_rank must be in \[0, dp_degree = 2\), got 2"),
         ({"dp_rank": -1}, "dp_rank must be at least 0, got -1"),
         ({"runner": "spark"}, "runner must be one of inline, thread, process, got 'spark'"),
+        ({"index": "on"}, "index must be one of fill, read, off, got 'on'"),
         ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1\.5"),
         ({"max_error_rate": float("nan")}, r"max_error_rate must be in \[0, 1\], got nan"),
         ({"task_timeout_s": 0}, "task_timeout_s must be above 0"),
@@ -46,3 +50,27 @@ def test_defaults_suit_the_machine() -> None:
     assert options.workers >= 1
     assert 0 < options.memory_budget_bytes <= 4 << 30
     assert options.window_samples == options.chunk_size * options.flush_every_k_chunks == 2048
+
+
+@pytest.mark.parametrize(
+    ("files", "workers", "budget_mib"),
+    [
+        ({"cpu.max": "max 100000", "memory.max": "max"}, 64, 4096),
+        ({"cpu.max": "350000 100000", "memory.max": str(2 << 30)}, 3, 512),
+        ({"cpu.max": "50000 100000", "memory.max": str(1 << 50)}, 1, 4096),
+        ({}, 64, 4096),
+    ],
+)
+def test_defaults_keep_to_the_limits_of_a_container(
+    files: dict[str, str],
+    workers: int,
+    budget_mib: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(options_module, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20)  # 1 TiB of memory
+    assert (Options().workers, Options().memory_budget_bytes >> 20) == (workers, budget_mib)

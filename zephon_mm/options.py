@@ -9,6 +9,7 @@ Imports: errors. Used by: pipeline, recipe.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from zephon_mm.errors import ConfigError
@@ -16,16 +17,29 @@ from zephon_mm.tables import check_types, unknown
 
 RUNNERS = ("inline", "thread", "process")
 INDEXES = ("fill", "read", "off")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def _limits(name: str) -> list[int]:
+    """Return the numbers in a file of this container's control group; none without a limit."""
+    try:
+        text = (CGROUP / name).read_text()
+    except OSError:
+        return []
+    return [int(word) for word in text.split() if word.isdigit()] if "max" not in text else []
 
 
 def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The CPUs that this process may use, in whole ones of a container's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota, period = _limits("cpu.max") or (allowed, 1)
+    return max(1, min(allowed, quota // period))
 
 
 def _memory_budget() -> int:
-    """A quarter of the machine's memory, at most 4 GiB; it is taken only as batches need it."""
+    """A quarter of the memory, at most 4 GiB; it is taken only as batches need it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total // 4, 4 << 30)
+    return min(total // 4, *(limit // 4 for limit in _limits("memory.max")), 4 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
