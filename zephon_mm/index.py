@@ -44,6 +44,7 @@ SAVED_ROWS = 16_384
 
 _FILTERED, _DEFECT = 0, -1  # in place of a number of tokens
 _SUFFIX = ".rows"
+_COUNTS = ("num_tokens", "num_images", "num_valid")
 
 Rows = NDArray[np.int64]
 
@@ -52,9 +53,9 @@ class Part:
     """Some rows of a dataset, ascending, each once.
 
     Args:
-        arrays: `rows` (n,) int64, positions in the concatenation of the shards; `num_tokens` and
-            `num_images` (n,) int32; `values` int32, all rows' extents; `ends` (n,) int64, where
-            each row's end.
+        arrays: `rows` (n,) int64, positions in the concatenation of the shards; `num_tokens`,
+            `num_images` and `num_valid` (tokens that carry loss), (n,) int32; `values` int32, all
+            rows' extents; `ends` (n,) int64, where each row's end.
         defects: Row -> (reason, message).
     """
 
@@ -83,16 +84,16 @@ class Part:
         at[at == len(self.rows)] = 0
         return at, self.rows[at] == rows
 
-    def items(self, at: Rows, refs: Sequence[SampleRef]) -> list[IndexedRecord | Skip]:
-        """Return what the rows at some positions became."""
-        tokens = self.arrays["num_tokens"][at].tolist()
-        images = self.arrays["num_images"][at].tolist()
-        rows = at.tolist()
+    def items(self, at: Rows, refs: NDArray[np.int64]) -> list[IndexedRecord | Skip]:
+        """Return what the rows at some positions became; `refs` are those of the rows."""
+        tokens, *counts = (self.arrays[name][at].tolist() for name in _COUNTS)
         return [
-            IndexedRecord(ref, num_tokens, num_images, self, row)
+            IndexedRecord(num_tokens, images, valid, self, row, refs, number)
             if num_tokens > 0
-            else self._skip(ref, row)
-            for ref, num_tokens, num_images, row in zip(refs, tokens, images, rows, strict=True)
+            else self._skip(SampleRef._make(refs[number].tolist()), row)
+            for number, (num_tokens, images, valid, row) in enumerate(
+                zip(tokens, *counts, at.tolist(), strict=True)
+            )
         ]
 
     def _skip(self, ref: SampleRef, at: int) -> Skip:
@@ -127,13 +128,13 @@ def _merged(sources: Sequence[tuple[Part, Rows, Rows]]) -> Part:
     for part, at, rows in sources:
         ends = part.arrays["ends"]
         size = np.diff(ends, prepend=0)
-        tokens, images = part.arrays["num_tokens"], part.arrays["num_images"]
         start = ends - size + base
-        columns.append(np.stack((rows, tokens[at], images[at], start[at], size[at])))
+        counts = (part.arrays[name][at] for name in _COUNTS)
+        columns.append(np.stack((rows, *counts, start[at], size[at])))
         base += len(part.arrays["values"])
     table = np.concatenate(columns, axis=1)
     _, first = np.unique(table[0], return_index=True)
-    rows, tokens, images, start, size = table[:, first]
+    rows, *counted, start, size = table[:, first]
     ends = np.cumsum(size)
     gather = np.repeat(start - (ends - size), size) + np.arange(int(size.sum()))
     values = np.concatenate([part.arrays["values"] for part, *_ in sources])[gather]
@@ -144,8 +145,7 @@ def _merged(sources: Sequence[tuple[Part, Rows, Rows]]) -> Part:
     return Part(
         {
             "rows": np.ascontiguousarray(rows),
-            "num_tokens": tokens.astype(np.int32),
-            "num_images": images.astype(np.int32),
+            **{name: new.astype(np.int32) for name, new in zip(_COUNTS, counted, strict=True)},
             "ends": ends,
             "values": values,
         },
@@ -200,14 +200,13 @@ class Table:
     def lookup(self, refs: NDArray[np.int64]) -> list[AnyRecord | Skip | None]:
         """Return what rows became, None where that is not known; refs as of a `Chunk`."""
         rows = self._starts[refs[:, 1]] + refs[:, 2]
-        named = list(map(SampleRef._make, refs.tolist()))
-        found: list[AnyRecord | Skip | None] = [None] * len(named)
+        found: list[AnyRecord | Skip | None] = [None] * len(refs)
         for part, _ in self._parts:
             at, hit = part.find(rows)
             if hit.all():
-                return list(part.items(at, named))
+                return list(part.items(at, refs))
             places = np.flatnonzero(hit)
-            items = part.items(at[places], [named[place] for place in places])
+            items = part.items(at[places], refs[places])
             for place, item in zip(places.tolist(), items, strict=True):
                 found[place] = item
         return found
@@ -218,9 +217,10 @@ class Table:
         values: list[int] = []
         if isinstance(result, Record):
             values = extents_of(result)
-            self._new.append((row, result.num_tokens, len(result.images), len(values)))
+            counts = (result.num_tokens, len(result.images), result.num_valid_tokens)
+            self._new.append((row, *counts, len(values)))
         else:
-            self._new.append((row, _DEFECT if result.defect else _FILTERED, 0, 0))
+            self._new.append((row, _DEFECT if result.defect else _FILTERED, 0, 0, 0))
             if result.defect:
                 self._new_defects[row] = (result.reason, result.message)
         self._new_values += values
@@ -236,7 +236,8 @@ class Table:
             "rows": new[:, 0],
             "num_tokens": new[:, 1].astype(np.int32),
             "num_images": new[:, 2].astype(np.int32),
-            "ends": np.cumsum(new[:, 3]),
+            "num_valid": new[:, 3].astype(np.int32),
+            "ends": np.cumsum(new[:, 4]),
             "values": np.array(self._new_values, dtype=np.int32),
         }
         self._parts.append((merge([Part(arrays, self._new_defects)]), ""))
@@ -279,7 +280,7 @@ class Table:
         self._parts.clear()
 
     def _clear(self) -> None:
-        self._new: list[tuple[int, int, int, int]] = []  # row, tokens, images, extents
+        self._new: list[tuple[int, ...]] = []  # row, counts, extents
         self._new_values: list[int] = []
         self._new_defects: dict[int, tuple[str, str]] = {}
 

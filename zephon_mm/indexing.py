@@ -30,12 +30,14 @@ from zephon_mm.rng import digest
 from zephon_mm.runners import make_runner
 from zephon_mm.stages import Stages
 
-FORMAT = "measured 1"
+FORMAT = "measured 2"
 """Change it when measuring gives other results for the same settings."""
 
 
 def why_off(stages: Stages, options: Options, datasets: Any) -> str:
     """Return why a pipeline has no index; empty if it may have one."""
+    if stages.raw:
+        return "raw samples are not measured"
     if options.index == "off":
         return "options(index='off')"
     for stage in stages.documents:

@@ -55,6 +55,18 @@ class ShardInfo(NamedTuple):
     num_bytes: int
 
 
+class Column(NamedTuple):
+    """The stored bytes of one field of many rows, row after row: text as UTF-8, images as encoded.
+
+    `data` is (bytes,) uint8, `ends` (n,) int64: where each row's bytes end in it. `valid` is (n,)
+    bool: False where a row lacks the field; its bytes are none.
+    """
+
+    data: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text segment of a document. `train` says whether its tokens carry loss."""
@@ -142,6 +154,11 @@ class Record(NamedTuple):
         return len(self.images)
 
     @property
+    def num_valid_tokens(self) -> int:
+        """Tokens that carry loss; the first one has nothing to be predicted from."""
+        return sum(max(stop - max(start, 1), 0) for start, stop in self.trained_runs)
+
+    @property
     def token_ids(self) -> NDArray[np.int32]:
         """All tokens, (num_tokens,) int32."""
         tokens = np.empty(self.num_tokens, dtype=np.int32)
@@ -205,25 +222,47 @@ class IndexedRecord:
 
     The tokens are made where the sequence is delivered, from the sample itself.
 
+    It is made by the million to be packed, and mostly by ranks that do not deliver it: so it holds
+    what packing needs, and makes the rest when it is asked for.
+
     Args:
-        ref: Where the sample is stored.
         num_tokens: Of the record.
         num_images: Of the record.
+        num_valid_tokens: As in `Record`.
         store: Where its extents are.
-        at: Which of the store's it is.
+        at: Which of the store's they are.
+        refs: (n, 3) int64, with the columns of `SampleRef`.
+        number: Which of them is its own.
     """
 
-    __slots__ = ("_at", "_parsed", "_store", "num_images", "num_tokens", "ref")
+    __slots__ = (
+        *("_at", "_number", "_parsed", "_refs", "_store"),
+        *("num_images", "num_tokens", "num_valid_tokens"),
+    )
 
     def __init__(
-        self, ref: SampleRef, num_tokens: int, num_images: int, store: Extents, at: int
+        self,
+        num_tokens: int,
+        num_images: int,
+        num_valid_tokens: int,
+        store: Extents,
+        at: int,
+        refs: NDArray[np.int64],
+        number: int,
     ) -> None:
-        self.ref = ref
         self.num_tokens = num_tokens
         self.num_images = num_images
+        self.num_valid_tokens = num_valid_tokens
         self._store = store
         self._at = at
+        self._refs = refs
+        self._number = number
         self._parsed: tuple[tuple[ImageSlot, ...], Runs, Runs] | None = None
+
+    @property
+    def ref(self) -> SampleRef:
+        """Where the sample is stored."""
+        return SampleRef._make(self._refs[self._number].tolist())
 
     @property
     def images(self) -> tuple[ImageSlot, ...]:
@@ -290,6 +329,16 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
     @property
+    def num_valid_tokens(self) -> int:
+        """Tokens that carry loss; the first one has nothing to be predicted from."""
+        if self.stop - self.start == self.record.num_tokens:
+            return self.record.num_valid_tokens
+        return sum(
+            max(min(stop, self.stop) - max(start, self.start + 1), 0)
+            for start, stop in self.record.trained_runs
+        )
+
+    @property
     def num_images(self) -> int:
         """Images that lie inside the piece."""
         if self.stop - self.start == self.record.num_tokens:
@@ -315,12 +364,8 @@ class Sequence(NamedTuple):
 
     @property
     def num_valid_tokens(self) -> int:
-        """Tokens that carry loss; the first token of a piece has nothing to be predicted from."""
-        return sum(
-            max(min(stop, piece.stop) - max(start, piece.start + 1), 0)
-            for piece in self.pieces
-            for start, stop in piece.record.trained_runs
-        )
+        """Tokens that carry loss."""
+        return sum(piece.num_valid_tokens for piece in self.pieces)
 
     @property
     def num_images(self) -> int:

@@ -42,10 +42,12 @@ class _WindowEnd(NamedTuple):
     """The flush sentinel."""
 
 
-class _WindowStart(NamedTuple):
+class WindowStart(NamedTuple):
+    """Where a window begins: its number, the source's state, its first output's index."""
+
     number: int
     state: State
-    first: int  # index in the lane of the window's first sequence
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Lane:
         self._keep_from = first
         self._outputs: deque[PackedSequence] = deque()
         self._seen = self._defects = self._barren = 0
-        self._windows: deque[_WindowStart] = deque()
+        self._windows: deque[WindowStart] = deque()
         self._failed: BaseException | None = None
         self._begin_window(window, state)
 
@@ -180,7 +182,7 @@ class Lane:
     def _take_head(self) -> None:
         head = self._queue.popleft()
         if isinstance(head, _WindowEnd):
-            self._emit(_flush(self._accumulators))
+            self._emit(flush(self._accumulators))
             self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
             return
         self._tasks -= 1
@@ -189,8 +191,8 @@ class Lane:
             self._barren += 1
             if isinstance(item, Skip):
                 self._count_skip(item)
-            else:
-                self._emit(_push(self._accumulators, item))
+            elif sequences := push(self._accumulators, item):
+                self._emit(sequences)
         if self._barren > self._plan.barren_records:
             raise DataQualityError(
                 f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
@@ -218,7 +220,7 @@ class Lane:
         self._accumulators = self._plan.accumulators(self.number, number)
         if self._windows and self._windows[-1].first == self.emitted:
             self._windows.pop()  # it gave nothing: no cursor names it
-        self._windows.append(_WindowStart(number, state, self.emitted))
+        self._windows.append(WindowStart(number, state, self.emitted))
         oldest = self._keep_from - self._plan.remembered
         while len(self._windows) > 1 and self._windows[1].first <= oldest:
             self._windows.popleft()
@@ -250,8 +252,9 @@ class Lane:
             )
 
 
-def _push(accumulators: Sequence[Accumulator[Any, Any]], item: Any) -> Iterable[Any]:
-    items: Iterable[Any] = (item,)
+def push(accumulators: Sequence[Accumulator[Any, Any]], item: Any) -> list[Any]:
+    """Push an item through operators; return what leaves the last."""
+    items = [item]
     for accumulator in accumulators:
         items = [out for one in items for out in accumulator.push(one)]
         if not items:
@@ -259,8 +262,8 @@ def _push(accumulators: Sequence[Accumulator[Any, Any]], item: Any) -> Iterable[
     return items
 
 
-def _flush(accumulators: Sequence[Accumulator[Any, Any]]) -> Iterable[Any]:
+def flush(accumulators: Sequence[Accumulator[Any, Any]]) -> Iterable[Any]:
     """Flush operators from the first to the last, each into those after it."""
     for position, accumulator in enumerate(accumulators):
         for item in accumulator.flush():
-            yield from _push(accumulators[position + 1 :], item)
+            yield from push(accumulators[position + 1 :], item)

@@ -91,6 +91,8 @@ class Planner:
         metrics: Where skips are counted.
     """
 
+    _lane_type: Any = Lane
+
     def __init__(
         self,
         plan: LanePlan,
@@ -117,6 +119,7 @@ class Planner:
         self._runs_ahead = measuring.queue.runs_ahead
         slots = measuring.queue.slots
         self._tasks_ahead = max(2, -(-slots // self._num_needed())) if self._runs_ahead else 1
+        self._most_ahead = max(self._tasks_ahead, slots) if self._runs_ahead else 1
 
     def groups(self) -> Iterator[Group]:
         """Yield this rank's batches until the data ends; endless if the source is."""
@@ -141,7 +144,7 @@ class Planner:
                     found[number] = started[number]
             elif lane is not None:
                 while (cursor := lane.cursor(index)) is None:
-                    self._advance(lane)
+                    self._advance(lane, self._tasks_ahead)
                 found[number] = cursor
         return found
 
@@ -173,20 +176,26 @@ class Planner:
             left = step_size - delivered % step_size
             if left % self._topology.group_size and not dealt:
                 left = step_size  # only without a global batch size: steps count from the start
-            before = Position(delivered, turn.next_lane, tuple(counts))
+            after = {0: Position(delivered, turn.next_lane, tuple(counts))}
+            given = sum(hand.size for hand in dealt)
+            ends = range(given + self._topology.group_size, left + 1, self._topology.group_size)
             step: list[PackedSequence] = []
-            after = [before]
             for sequence in itertools.islice(self._in_turn(turns, turn, counts), left):
                 step.append(sequence)
-                after.append(Position(delivered + len(step), turn.next_lane, tuple(counts)))
-            if len(step) < left and not self._completes(step, after, left):
+                if len(step) in ends:
+                    at = Position(delivered + len(step), turn.next_lane, tuple(counts))
+                    after[len(step)] = at
+            planned = len(step)
+            if planned < left and not self._completes(step, left):
                 if delivered == 0:
-                    raise self._too_few(len(step))
+                    raise self._too_few(planned)
                 return
+            for end in (end for end in ends if end > planned):
+                after[end] = Position(delivered + end, turn.next_lane, tuple(counts))
             yield from self._dealt_groups(step, after, dealt)
             delivered, dealt = delivered + left, ()
 
-    def _completes(self, step: list[PackedSequence], after: list[Position], left: int) -> bool:
+    def _completes(self, step: list[PackedSequence], left: int) -> bool:
         """Pad the last step of a finite run with empty rows, if that is asked for."""
         if not self._plan.pad_tail or not step:
             self._metrics.add("leftover_sequences", len(step))
@@ -194,14 +203,18 @@ class Planner:
         missing = left - len(step)
         self._metrics.add("padded_rows", missing)
         step += [PackedSequence(())] * missing
-        end = after[-1]
-        after += [end._replace(delivered=end.delivered + 1 + more) for more in range(missing)]
         return True
 
     def _dealt_groups(
-        self, step: list[PackedSequence], after: list[Position], dealt: tuple[Hand, ...]
+        self, step: list[PackedSequence], after: Mapping[int, Position], dealt: tuple[Hand, ...]
     ) -> Iterator[Group]:
-        """Yield this rank's rows of a step of which the hands `dealt` were delivered before."""
+        """Yield this rank's rows of a step of which the hands `dealt` were delivered before.
+
+        Args:
+            step: The whole step.
+            after: Sequences of the step -> the position after them, where a group ends.
+            dealt: As in `Start`.
+        """
         dp, rank, size, _ = self._topology
         weighed = self._plan.balance or any(hand.balanced for hand in dealt)
         costs = costs_of(step if weighed else [])
@@ -276,8 +289,10 @@ class Planner:
 
     def _planned(self, lane: Lane, index: int) -> PackedSequence | None:
         """Return sequence `index` of a lane, planning as far as needed; None at its end."""
+        ahead = self._tasks_ahead
         while (sequence := lane.take(index)) is None and not lane.exhausted:
-            self._advance(lane)
+            self._advance(lane, ahead)
+            ahead += 1  # the further off it is, the more of the workers may turn to this lane
         self._look_ahead(lane)
         return sequence
 
@@ -285,8 +300,8 @@ class Planner:
         if self._runs_ahead:
             lane.fill(self._tasks_ahead)
 
-    def _advance(self, lane: Lane) -> None:
-        lane.fill(self._tasks_ahead)
+    def _advance(self, lane: Lane, ahead: int) -> None:
+        lane.fill(min(ahead, self._most_ahead))
         head = lane.head
         if head is not None and not head.done():
             self._wait(head)
@@ -311,7 +326,7 @@ class Planner:
                 "delivered: it is a part of one rank. Merge the parts of all ranks with "
                 "zephon_mm.checkpoint.merge_checkpoints, or take it with checkpoint(group=...)."
             )
-        return Lane(
+        lane: Lane = self._lane_type(
             number,
             plan=self._plan,
             measure=self._measure,
@@ -320,6 +335,7 @@ class Planner:
             first=self._first(number),
             metrics=self._metrics,
         )
+        return lane
 
     def _measure(self, lane: int, refs: Any) -> Iterator[Measured]:
         # Materializing a batch has priority (its number, 0): what is due sooner goes first.

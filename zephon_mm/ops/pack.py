@@ -64,7 +64,7 @@ class PackConfig:
     algorithm: Literal["best_fit", "wrap"] = "best_fit"
     max_images: int | None = None
     overlong: Policy = "drop"
-    lookahead: int = 512
+    lookahead: int = 4096
 
     def __post_init__(self) -> None:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -94,24 +94,23 @@ class BestFitPacker:
         self._report = report
         self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
         self._keys: list[int] = []  # ascending
-        self._pieces: dict[int, Piece] = {}  # by arrival
-        self._pushed = 0
+        self._records: dict[int, AnyRecord] = {}  # by arrival
+        self._pushed = self._oldest = 0  # arrivals: the next one, one not after those held
         self._tokens = 0  # of all that is held
         self._oldest_first = True
 
     def push(self, record: AnyRecord) -> list[Sequence]:
         """Place one record; return the sequence that closes, if any."""
-        piece = Piece(record, 0, record.num_tokens)
+        size = record.num_tokens
         config = self._config
-        if record.num_tokens > config.max_length or record.num_images > self._max_images:
-            fitted = fit_one(record, config, self._report)
-            if fitted is None:
+        if size > config.max_length or record.num_images > self._max_images:
+            size = fit_one(record, config, self._report)
+            if not size:
                 return []
-            piece = fitted
-        insort(self._keys, (piece.stop << _BITS) + _MASK - self._pushed)
-        self._pieces[self._pushed] = piece
+        insort(self._keys, (size << _BITS) + _MASK - self._pushed)
+        self._records[self._pushed] = record
         self._pushed += 1
-        self._tokens += piece.stop
+        self._tokens += size
         # Below a few sequences' worth of tokens even the best choice fills badly.
         if self._tokens < _MIN_HELD * config.max_length:
             return []
@@ -136,15 +135,21 @@ class BestFitPacker:
                 insort(self._keys, key)
             mixed = self._fill_mixed(first, free)
             taken = self._fill(first)[0] if mixed is None else mixed
-        arrivals = sorted(_MASK - (key & _MASK) for key in (first, *taken))
-        sequence = Sequence(tuple(self._pieces.pop(arrival) for arrival in arrivals))
-        self._tokens -= sequence.num_tokens
-        return sequence
+        arrivals = sorted([(_MASK - (key & _MASK), key >> _BITS) for key in (first, *taken)])
+        pieces = [Piece(self._records.pop(arrival), 0, size) for arrival, size in arrivals]
+        self._tokens -= sum([size for _, size in arrivals])
+        return Sequence(tuple(pieces))
 
     def _take_oldest(self) -> int:
-        """Take the record that is held longest; a dict keeps the order of arrival."""
-        arrival, piece = next(iter(self._pieces.items()))
-        return self._keys.pop(bisect_left(self._keys, (piece.stop << _BITS) + _MASK - arrival))
+        """Take the record that is held longest."""
+        while self._oldest not in self._records:
+            self._oldest += 1
+        low = _MASK - self._oldest  # of its key; the high bits are its length, as it was cut
+        size = self._records[self._oldest].num_tokens
+        at = bisect_left(self._keys, (size << _BITS) + low)
+        if at == len(self._keys) or self._keys[at] & _MASK != low:
+            at = next(at for at, key in enumerate(self._keys) if key & _MASK == low)
+        return self._keys.pop(at)
 
     def _fill(self, first: int) -> tuple[list[int], int]:
         """Take the longest that fits beside `first`, again and again; return keys, free tokens."""
@@ -194,7 +199,7 @@ class BestFitPacker:
         """Return the images of a held record; 0 where there is no limit, to save the look-up."""
         if self._max_images == _NO_LIMIT:
             return 0
-        return self._pieces[_MASK - (key & _MASK)].num_images
+        return Piece(self._records[_MASK - (key & _MASK)], 0, key >> _BITS).num_images
 
 
 class WrapPacker:
@@ -266,11 +271,12 @@ class WrapPacker:
         return stop
 
 
-def fit_one(record: AnyRecord, config: PackConfig, report: Report) -> Piece | None:
+def fit_one(record: AnyRecord, config: PackConfig, report: Report) -> int:
     """Apply the overlong policy to a record that no sequence can hold; report what happened.
 
     Returns:
-        The longest beginning that one sequence can hold and that has a trained token, or None.
+        Tokens of the longest beginning that one sequence can hold and that has a trained token; 0
+        if the record is dropped.
     """
     stop = min(record.num_tokens, config.max_length)
     for first, last in record.uncut:
@@ -279,13 +285,13 @@ def fit_one(record: AnyRecord, config: PackConfig, report: Report) -> Piece | No
     piece = Piece(record, 0, stop)
     if stop < record.num_tokens and (config.overlong == "drop" or not is_useful(record, stop)):
         report("overlong", record)
-        return None
+        return 0
     if config.max_images is not None and piece.num_images > config.max_images:
         report("too_many_images", record)
-        return None
+        return 0
     if stop < record.num_tokens:
         report("truncated", record)
-    return piece
+    return stop
 
 
 def is_useful(record: AnyRecord, stop: int) -> bool:
