@@ -8,6 +8,10 @@
                  list holds null there (as in OBELICS). They may stand inside `json` as well.
     text         one text, no image.
 
+OBELICS is `interleaved`: a reader finds the local copies of its URLs (`image_map=`), and a sample
+with a URL that has none is skipped and counted (`image_url`). The conversations of FineVision,
+LLaVA, and `messages` are recognised and refused by name: they need a chat template.
+
 Any other layout takes a function: `schema=lambda sample: Document((Text(sample["alt"]),))`; it may
 return None to drop a sample. Other fields are ignored.
 
@@ -36,7 +40,11 @@ IMAGE_FIELDS = (
     *("image", "images"),
 )
 TEXT_FIELDS = ("txt", "text", "caption", "texts")
-CHAT_FIELDS = ("messages", "conversations")
+CHATS = {
+    "messages": "`messages` of role and content",
+    "conversations": "LLaVA `conversations` of from and value",
+    "texts/assistant": "FineVision `texts` of user and assistant",
+}
 
 Faults = list[str]
 
@@ -51,11 +59,11 @@ def schema_of(fields: Iterable[str]) -> SchemaName:
         SampleError: `unknown_schema`, with the fields that were found.
     """
     names = set(fields)
-    if not names.isdisjoint(CHAT_FIELDS):
+    if chats := [layout for field, layout in CHATS.items() if field in names]:
         raise SampleError(
             "unknown_schema",
-            f"found the fields {_listed(names)}: chat samples are not supported yet, "
-            f"give the dataset a function, schema=my_function(sample) -> Document",
+            f"found the fields {_listed(names)}, which are {chats[0]}: chat samples are not "
+            f"supported yet, give the dataset a function, schema=my_function(sample) -> Document",
         )
     if "images" in names and "texts" in names:
         return "interleaved"
@@ -180,6 +188,8 @@ def _add_image(value: Any, segments: list[Segment], faults: Faults) -> None:
         faults.append("empty_image")
     elif isinstance(value, Blob):
         segments.append(Image(value))
+    elif isinstance(value, str) and "://" in value[:16]:
+        raise SampleError("image_url", f"the image {value[:200]!r} is a URL. Download the images.")
     else:
         raise SampleError(
             "bad_field",
@@ -221,8 +231,14 @@ def _find(sample: Sample, names: Iterable[str]) -> Any:
 
 
 def fields_of(sample: Sample) -> set[str]:
-    """Return the field names, with those of a parsed `json` member where the sample has no text."""
+    """Return the field names, with those of a parsed `json` member where the sample has no text.
+
+    Where `texts` holds turns, their keys are among them as `texts/user`, `texts/assistant`.
+    """
     names = set(sample)
+    texts = _find(sample, ("texts",))
+    for turn in texts if isinstance(texts, list) else []:
+        names.update(f"texts/{key}" for key in (turn if isinstance(turn, Mapping) else ()))
     member = sample.get("json")
     if isinstance(member, Mapping) and names.isdisjoint(TEXT_FIELDS):
         names.update(member)

@@ -1,25 +1,39 @@
-"""The files that a path stands for, as the shards of a dataset.
+"""The files that a path stands for, as the shards of a dataset; their bytes, unpacked if need be.
 
-Laws (tests/readers/test_rowindex.py):
+Laws (tests/readers/test_rowindex.py, tests/readers/test_files.py):
     1. A file that is named and missing is an error at the start, also one inside a brace pattern.
     2. Names are unique in a dataset and printable: they go to logs, JSON states and digests.
+    3. A compressed file is unpacked once a machine, into the file cache, up to a limit; one that is
+       cut or damaged is an error that names it.
 
-Imports: errors, webdataset (brace patterns). Used by: readers.rowindex, readers of single files.
+Imports: errors, filecache, stores, webdataset (brace patterns), pyarrow (codecs). Used by:
+readers.rowindex, readers of single files.
 """
 
 import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 from webdataset.shardlists import expand_urls
 
 from zephon_mm.errors import DatasetError
+from zephon_mm.filecache import FileCache, cache_folder
+from zephon_mm.stores import local
 
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
+
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+_MAX_EXPANSION, _ALWAYS_BYTES = 200, 1 << 30  # a file may grow that many times, or to that size
+_BLOCK_BYTES = 8 << 20
+_DENSE_BYTES = 4096  # regions that lie closer together are read at once
 
 
 class ShardFile(NamedTuple):
@@ -92,13 +106,18 @@ def printable(name: bytes) -> str:
 
 
 @contextmanager
-def open_shard(file: ShardFile) -> Iterator[int]:
+def open_shard(file: ShardFile, cache_dir: PathLike | None = None) -> Iterator[int]:
     """Yield a descriptor of a shard that still has the size that was indexed.
 
+    Args:
+        file: The shard. That of a compressed one is of its contents.
+        cache_dir: The dataset's; compressed shards are unpacked into its file cache.
+
     Raises:
-        DatasetError: The size differs.
+        DatasetError: The size differs, or it does not unpack.
     """
-    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    source = local(file.path)
+    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor).st_size
         if found != file.num_bytes:
@@ -106,6 +125,76 @@ def open_shard(file: ShardFile) -> Iterator[int]:
                 f"{file.path} has {found} bytes, {file.num_bytes} when it was indexed. "
                 "Restore the file, or start again so that it is indexed anew."
             )
+        if codec := codec_of(file.path):
+            os.close(descriptor)
+            descriptor = -1
+            cache = _file_cache(cache_dir if cache_dir is None else os.fspath(cache_dir))
+            path = cache.get(f"unpacked {file[1:]}", partial(_unpack, file, source, codec))
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         yield descriptor
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def codec_of(path: str) -> str | None:
+    """Return how a file is compressed, by its suffix; None if it is not."""
+    return _CODECS.get(os.path.splitext(path)[1].lower())
+
+
+@lru_cache
+def _file_cache(cache_dir: str | None) -> FileCache:
+    return FileCache(cache_folder(cache_dir))
+
+
+def _unpack(file: ShardFile, path: str, codec: str, target: str) -> None:
+    limit = max(_MAX_EXPANSION * file.num_bytes, _ALWAYS_BYTES)
+    try:
+        with pa.input_stream(path, compression=codec) as source, open(target, "wb") as out:
+            while (block := source.read(_BLOCK_BYTES)) and out.tell() <= limit:
+                out.write(block)
+    except OSError as error:
+        if error.errno is not None:
+            raise  # the environment; what the codecs say of their data has no number
+        raise DatasetError(
+            f"{file.path} does not unpack as {codec}: {error}. Restore it, or write it again."
+        ) from None
+    if block:
+        raise DatasetError(
+            f"{file.path} unpacks to over {limit} bytes, {limit // file.num_bytes} times its size. "
+            "If that is right, unpack it and use the unpacked file."
+        )
+
+
+def read_regions(
+    descriptor: int, path: str, starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """Return the bytes of a file's regions, one after the other, (sum of sizes,) uint8.
+
+    Args:
+        descriptor: Read with `pread` only.
+        path: For messages.
+        starts: (n,) int64, in bytes, in any order.
+        sizes: (n,) int64, in bytes.
+
+    Raises:
+        DatasetError: The file ends before a region does.
+    """
+    first = int(starts.min(initial=1 << 62))
+    span, wanted = int((starts + sizes).max(initial=first)) - first, int(sizes.sum())
+    if span <= _DENSE_BYTES * sizes.size:
+        block = memoryview(os.pread(descriptor, span, first))
+        places = zip((starts - first).tolist(), (starts - first + sizes).tolist(), strict=True)
+        data = np.frombuffer(b"".join([block[start:stop] for start, stop in places]), np.uint8)
+        found = data.size
+    else:  # each into its place: joining them costs twice as much
+        data, found, at = np.empty(wanted, np.uint8), 0, 0
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            found += os.preadv(descriptor, [data.data[at : at + size]], start)
+            at += size
+    if found < wanted:
+        raise DatasetError(
+            f"{path} gave {found} of {wanted} bytes up to byte {first + span}: it was cut after it "
+            "was indexed. Restore it and start again."
+        )
+    return data

@@ -15,7 +15,7 @@ import binascii
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,12 +38,17 @@ class ImageRefs:
         root: Real, absolute folder that paths may not leave.
         shard: Of the row, for blobs inside it.
         row: Likewise.
+        image_map: Where pictures that are URLs lie: URL -> path below the root, or a real, absolute
+            folder of them in the layout host/path, which copies may not leave either.
     """
 
-    def __init__(self, root: str, shard: int, row: int) -> None:
+    def __init__(
+        self, root: str, shard: int, row: int, image_map: Mapping[str, str] | str | None = None
+    ) -> None:
         self._root = root
         self._shard = shard
         self._row = row
+        self._image_map = image_map or {}
 
     def resolve(self, sample: dict[str, Any], image_fields: Sequence[str], *, nested: bool) -> None:
         """Replace references in place: named fields, and nested `{"type": "image", "image": X}`.
@@ -58,7 +63,7 @@ class ImageRefs:
         """
         for name, value in sample.items():
             if name in image_fields:
-                many = name.endswith("s") and not isinstance(value, list) and value is not None
+                many = name.endswith("s") and isinstance(value, str | dict)
                 sample[name] = self._picture([value] if many else value, (name,))
             elif nested and isinstance(value, dict | list):
                 self._walk(value, (name,))
@@ -76,8 +81,8 @@ class ImageRefs:
 
     def _picture(self, value: Any, place: Place) -> Any:
         """Return a blob, None, or a list of these."""
-        if value is None:
-            return None
+        if value is None or isinstance(value, Blob):
+            return value
         if isinstance(value, list):
             return [self._picture(item, (*place, i)) for i, item in enumerate(value)]
         if isinstance(value, dict) and isinstance(value.get("bytes"), str):
@@ -87,13 +92,13 @@ class ImageRefs:
         if not isinstance(value, str):
             raise SampleError(
                 "bad_image",
-                f"{_field(place)} holds a {type(value).__name__}, expected a path, base64, or a "
-                "mapping with `path` or `bytes`.",
+                f"{place_name(place)} holds a {type(value).__name__}, expected a path, base64, or "
+                "a mapping with `path` or `bytes`.",
             )
         try:
             return self._from_text(value, place)
         except SampleError as error:
-            raise SampleError(error.reason, f"{_field(place)}: {error.message}") from None
+            raise SampleError(error.reason, f"{place_name(place)}: {error.message}") from None
 
     def _from_text(self, text: str, place: Place) -> Blob:
         if not text:
@@ -102,13 +107,27 @@ class ImageRefs:
             return self._inside(place)
         text = text.removeprefix("file://")
         if "://" in text[:16]:
-            message = f"{text[:200]!r} is a URL. Download the pictures and store their paths."
-            raise SampleError("image_url", message)
+            return self._from_url(text)
         path = os.path.normpath(os.path.join(self._root, text))
         return FileBlob(path, 0, _size_inside(self._root, path, text))
 
+    def _from_url(self, url: str) -> Blob:
+        root, place = self._root, None
+        if isinstance(self._image_map, str):
+            root, place = self._image_map, url.partition("://")[2]
+            place = place if os.path.exists(os.path.join(root, place)) else None
+        else:
+            place = self._image_map.get(url)
+        if place is None:
+            message = (
+                f"{url[:200]!r} is a URL without a local copy. Download it, and set image_map."
+            )
+            raise SampleError("image_url", message)
+        path = os.path.normpath(os.path.join(root, place))
+        return FileBlob(path, 0, _size_inside(root, path, place))
+
     def _inside(self, place: Place) -> RowBlob:
-        return RowBlob(self._shard, self._row, _field(place))
+        return RowBlob(self._shard, self._row, place_name(place))
 
 
 def value_at(sample: Any, field: str) -> Any:
@@ -138,7 +157,7 @@ def decode_base64(text: str) -> bytes:
         raise SampleError("bad_base64", f"{body[:20]!r}... is not base64: {error}") from None
 
 
-def _field(place: Place) -> str:
+def place_name(place: Place) -> str:
     """Return a place as a JSON pointer without its first slash."""
     return "/".join(str(step).replace("~", "~0").replace("/", "~1") for step in place)
 
@@ -185,7 +204,7 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def _outside(root: str, given: str) -> SampleError:
-    message = f"{given!r} lies outside {root}. Set root= to a folder that holds all pictures."
+    message = f"{given!r} lies outside {root}. Set image_root= to a folder that holds all pictures."
     return SampleError("path_outside_root", message)
 
 

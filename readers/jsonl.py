@@ -6,9 +6,11 @@ Laws (tests/readers/test_jsonl.py, tests/contracts/reader.py):
        not JSON and are refused; lone surrogates become U+FFFD.
     3. A picture's path never leaves the data's root, not even through a link.
 
-Cost: indexing reads the file once in blocks; reading, one `pread` and one JSON parse a row.
+Cost: indexing reads the file once in blocks; reading, one JSON parse a row. Compressed files are
+unpacked once into the file cache.
 
-Imports: errors, records, readers.{files, rowindex, imagerefs}. Used by: io (by entry point).
+Imports: errors, records, stores, readers.{files, rowindex, imagerefs}. Used by: io (by entry
+point).
 """
 
 import json
@@ -22,12 +24,21 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard
+from zephon_mm.readers.files import (
+    PathLike,
+    Paths,
+    ShardFile,
+    list_files,
+    open_shard,
+    read_regions,
+)
 from zephon_mm.readers.imagerefs import IMAGE_FIELDS, ImageRefs, decode_base64, value_at
 from zephon_mm.readers.rowindex import Part, RowIndex
-from zephon_mm.records import RowBlob, ShardInfo
+from zephon_mm.records import Column, RowBlob, ShardInfo
+from zephon_mm.stores import local
 
-_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst")
+_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+_OTHERS = frozenset({"shardlist", "shards", "chunks"})  # in the index files of other formats
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 8 << 20
 _KEYS = ("__key__", "id", "key")
@@ -39,16 +50,16 @@ class JsonlReader:
     """Random access to the rows of JSON Lines files.
 
     Args:
-        path: A .jsonl or .ndjson file, a folder of them, a list, or a pattern.
-        cache_dir: Folder for the index; None keeps it in memory.
+        path: A .jsonl or .ndjson file, perhaps .gz or .zst, a folder of them, a list, or a pattern.
+        cache_dir: Folder for the index and for unpacked files; None keeps the index in memory.
         progress: Show a bar while many shards are indexed.
-        root: Folder that relative picture paths start from and may not leave; None is the folder
-            of each file.
+        image_root: Folder that relative picture paths start from and may not leave; None is the
+            folder of each file.
         image_fields: Top-level fields that hold pictures. A nested `{"type": "image", "image": X}`
             is one in any field.
 
     Raises:
-        DatasetError: No shard, a missing one, or a compressed one.
+        DatasetError: No shard, a missing one, or one that does not unpack.
     """
 
     def __init__(
@@ -57,16 +68,17 @@ class JsonlReader:
         *,
         cache_dir: PathLike | None = None,
         progress: bool = True,
-        root: PathLike | None = None,
+        image_root: PathLike | None = None,
         image_fields: Sequence[str] = IMAGE_FIELDS,
     ) -> None:
-        self._root = os.path.realpath(root) if root is not None else None
+        self._root = os.path.realpath(image_root) if image_root is not None else None
+        self._cache_dir = cache_dir
         self._image_fields = tuple(image_fields)
         self._index = RowIndex(
             path,
             _SUFFIXES,
             kind="jsonl",
-            index_shard=partial(index_lines, block_bytes=_BLOCK_BYTES),
+            index_shard=partial(index_lines, block_bytes=_BLOCK_BYTES, cache_dir=cache_dir),
             cache_dir=cache_dir,
             progress=progress,
         )
@@ -79,10 +91,11 @@ class JsonlReader:
             return False
         if files[0].lower().endswith(_SUFFIXES):
             return True
-        with open(files[0], "rb") as file:
+        with open(local(files[0]), "rb") as file:
             line = file.readline(1 << 20).removeprefix(_BOM)
         try:
-            return isinstance(json.loads(line), dict)
+            value = json.loads(line)
+            return isinstance(value, dict) and _OTHERS.isdisjoint(value)
         except (ValueError, RecursionError):
             return False
 
@@ -111,7 +124,27 @@ class JsonlReader:
             DatasetError: The shard is not the one that was indexed.
         """
         lines = self._lines(shard, rows)
-        return [self._sample(shard, *line, fields) for line in lines]
+        file = os.path.realpath(self._index.files[shard].path)
+        root = self._root or os.path.dirname(file)
+        return [self._sample(shard, root, *line, fields) for line in lines]
+
+    def columns(
+        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
+    ) -> dict[str, Column]:
+        """Return fields of text; one with a row that has something else in it is left out.
+
+        Raises: as `read`.
+        """
+        samples = self.read(shard, rows.tolist(), fields)
+        columns = {}
+        for name in fields:
+            values = [None if isinstance(row, SampleError) else row.get(name) for row in samples]
+            if all(value is None or isinstance(value, str) for value in values):
+                texts = [(value or "").encode() for value in values]
+                ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+                valid = np.array([value is not None for value in values], dtype=np.bool_)
+                columns[name] = Column(np.frombuffer(b"".join(texts), np.uint8), ends, valid)
+        return columns
 
     def fetch(self, blob: RowBlob) -> bytes:
         """Return a picture that is base64 inside its row.
@@ -130,19 +163,20 @@ class JsonlReader:
         """Return (row, line number from 1, first byte, text) of each row."""
         numbers = self._index.rows(shard, rows)
         arrays = self._index.part(shard).arrays
-        columns = (arrays[name][numbers].tolist() for name in ("line", "start", "stop"))
-        lines = []
-        with open_shard(self._index.files[shard]) as descriptor:
-            for row, number, start, stop in zip(rows, *columns, strict=True):
-                text = os.pread(descriptor, stop - start, start)
-                if len(text) < stop - start:
-                    raise DatasetError(f"{self._where(shard, number, start)} is cut. Restore it.")
-                lines.append((int(row), number, start, text))
-        return lines
+        starts = arrays["start"][numbers]
+        sizes = arrays["stop"][numbers] - starts
+        file = self._index.files[shard]
+        with open_shard(file, self._cache_dir) as descriptor:
+            data = read_regions(descriptor, file.path, starts, sizes).tobytes()
+        stops = np.cumsum(sizes)
+        texts = [data[i:j] for i, j in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
+        lines = arrays["line"][numbers].tolist()
+        return list(zip(numbers.tolist(), lines, starts.tolist(), texts, strict=True))
 
     def _sample(
         self,
         shard: int,
+        root: str,
         row: int,
         number: int,
         start: int,
@@ -154,7 +188,6 @@ class JsonlReader:
             key = next((sample[name] for name in _KEYS if sample.get(name) is not None), "")
             if fields is not None:
                 sample = {name: sample[name] for name in fields if name in sample}
-            root = self._root or os.path.dirname(os.path.realpath(self._index.files[shard].path))
             refs = ImageRefs(root, shard, row)
             refs.resolve(sample, self._image_fields, nested=b"image" in line or b"\\u" in line)
         except SampleError as error:
@@ -174,7 +207,7 @@ def parse(line: bytes) -> dict[str, Any]:
         SampleError: `bad_utf8`, or `bad_json`: it does not parse, or is not an object.
     """
     try:
-        value = json.loads(line.decode(), parse_constant=_refuse)
+        value = _decoder.decode(line.decode())
     except UnicodeDecodeError as error:
         message = f"not UTF-8 at byte {error.start} of the line. Encode the file as UTF-8."
         raise SampleError("bad_utf8", message) from None
@@ -192,6 +225,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON. Write null or a number")
 
 
+_decoder = json.JSONDecoder(parse_constant=_refuse)
+
+
 def _without_lone_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -203,21 +239,20 @@ def _without_lone_surrogates(value: Any) -> Any:
     return value
 
 
-def index_lines(file: ShardFile, *, block_bytes: int) -> Part:
+def index_lines(file: ShardFile, *, block_bytes: int, cache_dir: PathLike | None = None) -> Part:
     """Find the rows of a file.
 
     Args:
         file: The shard.
         block_bytes: Read at once; the result does not depend on it.
+        cache_dir: Where compressed files are unpacked.
 
     Raises:
-        DatasetError: The file is compressed.
+        DatasetError: The file is compressed and its name does not say so, or it does not unpack.
     """
-    with open_shard(file) as descriptor:
+    with open_shard(file, cache_dir) as descriptor:
         if os.pread(descriptor, 4, 0).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
-            raise DatasetError(
-                f"{file.path} is compressed. Rows need random access: decompress it."
-            )
+            raise DatasetError(f"{file.path} is compressed. Name it .jsonl.gz or .jsonl.zst.")
         origin = len(_BOM) if os.pread(descriptor, len(_BOM), 0) == _BOM else 0
         ends, texts = [np.array([origin])], []  # of every line: its end, whether it holds text
         at, open_line = origin, 0

@@ -25,7 +25,9 @@ from zephon_mm.errors import DatasetError
 from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable
 from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
+from zephon_mm.stores import prefetch
 
+_SHARDS_AHEAD = 4  # that are fetched, if they are in a store
 _QUIET_SHARDS = 3  # indexing up to this many shows no progress bar
 
 
@@ -89,7 +91,7 @@ class RowIndex:
         """Return the index of one shard, its arrays as read-only views."""
         return self._image.part(shard)
 
-    def rows(self, shard: int, rows: Sequence[int]) -> NDArray[np.int64]:
+    def rows(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return row numbers as an array.
 
         Raises:
@@ -142,7 +144,10 @@ class RowIndex:
         new = sum(file[1:] not in known for file in self.files)
         hidden = None if progress and new > _QUIET_SHARDS else True
         parts = []
-        for file in tqdm(self.files, desc=f"index {self._kind}", unit="shard", disable=hidden):
+        shown = tqdm(self.files, desc=f"index {self._kind}", unit="shard", disable=hidden)
+        for number, file in enumerate(shown, start=1):
+            coming = self.files[number : number + _SHARDS_AHEAD]
+            prefetch(one.path for one in coming if one[1:] not in known)
             at = known.get(file[1:])
             parts.append(self._index_shard(file) if old is None or at is None else old.part(at))
         image = _Image.encode(self.files, parts)

@@ -164,7 +164,9 @@ def _require_end(descriptor: int, at: int, path: str) -> None:
 
 def _damaged(header: bytes, at: int, path: str) -> DatasetError:
     if at == 0 and header.startswith(_COMPRESSED):
-        return DatasetError(f"{path} is compressed. Rows need random access: decompress it.")
+        return DatasetError(
+            f"{path} is compressed. Name it .tar.gz, .tar.zst or .tar.bz2, or decompress it."
+        )
     if at == 0:
         found = f"begins with {header[:8]!r}" if header else "is empty"
         return DatasetError(f"{path} is not a tar archive: it {found}. Restore or remove it.")

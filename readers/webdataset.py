@@ -7,11 +7,17 @@ Laws (tests/readers/test_webdataset.py, tests/contracts/reader.py):
        start of another row of that key when members of other keys lie between.
     3. Nothing is lost in silence: members that are no part of a sample are counted by kind.
        Nothing is ever extracted by its name.
-    4. `read` touches text only; pictures and unknown fields come back as regions of the file.
+    4. `read` touches text only; pictures and unknown fields come back as regions of the file, those
+       of a compressed shard as places that are fetched from its unpacked copy.
 
-Cost: indexing reads one header a member; reading, one `pread` a text member.
+Several images of a sample are fields of their own: `7.0.jpg` and `7.left.jpg` are `0.jpg` and
+`left.jpg` of the sample `7`.
 
-Imports: errors, records, readers.rowindex, readers.tarheaders. Used by: io (by entry point).
+Cost: indexing reads one header a member; reading, one `pread` a text member. `columns` reads
+members that lie close together at once, others one by one into their place.
+
+Imports: errors, records, stores, readers.{files, rowindex, tarheaders, wids}. Used by: io (by
+entry point).
 """
 
 import json
@@ -27,10 +33,21 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard, printable
+from zephon_mm.readers.files import (
+    PathLike,
+    Paths,
+    ShardFile,
+    codec_of,
+    list_files,
+    open_shard,
+    printable,
+    read_regions,
+)
 from zephon_mm.readers.rowindex import Part, RowIndex
 from zephon_mm.readers.tarheaders import Member, is_tar, walk
-from zephon_mm.records import FileBlob, RowBlob, ShardInfo
+from zephon_mm.readers.wids import find_indexes, require_counts, resolve
+from zephon_mm.records import Column, FileBlob, RowBlob, ShardInfo
+from zephon_mm.stores import local
 
 Split = Literal["first_dot", "last_dot"]
 
@@ -44,14 +61,16 @@ class WebDatasetReader:
     """Random access to the samples of WebDataset shards.
 
     Args:
-        path: A tar file, a folder of them, a list, or a pattern such as `s-{000..120}.tar`.
-        cache_dir: Folder for the index; None keeps it in memory.
+        path: A tar file, perhaps compressed (.tar.gz, .tgz, .tar.zst, .tar.bz2), a folder of them,
+            a list, a pattern such as `s-{000..120}.tar`, or a `wids` index (.json) of them.
+        cache_dir: Folder for the index and for unpacked shards; None keeps the index in memory.
         progress: Show a bar while many shards are indexed.
         split: Where a member's base name is cut into key and field: the first dot, as WebDataset
             does, or the last, for keys with dots in them.
 
     Raises:
-        DatasetError: No shard, a missing one, or one that is not a whole, uncompressed tar.
+        DatasetError: No shard, a missing one, one that is not a whole tar, or one that is not what
+            a `wids` index beside it says.
     """
 
     def __init__(
@@ -65,23 +84,28 @@ class WebDatasetReader:
         if split not in ("first_dot", "last_dot"):
             raise ConfigError(f"split must be 'first_dot' or 'last_dot', got {split!r}")
         self._split = split
+        self._cache_dir = cache_dir
+        path, listed = resolve(path)
         self._index = RowIndex(
             path,
             _SUFFIXES,
             kind=f"webdataset-{split}",
-            index_shard=partial(_index_shard, split=split),
+            index_shard=partial(_index_shard, split=split, cache_dir=cache_dir),
             cache_dir=cache_dir,
             progress=progress,
         )
+        require_counts(listed, (file.path for file in self._index.files), self.shards)
 
     @classmethod
     def detect(cls, path: Paths) -> bool:
-        """Whether the first file that `path` stands for is a tar archive, by its first block."""
+        """Whether the first file that `path` stands for is a tar archive, or a `wids` index."""
         files = list_files(path, _SUFFIXES)
         if not files:
             return False
-        with open(files[0], "rb") as file:
-            return is_tar(file.read(512)) or files[0].lower().endswith(_SUFFIXES)
+        if files[0].lower().endswith(_SUFFIXES) or find_indexes(files[0]):
+            return True
+        with open(local(files[0]), "rb") as file:
+            return is_tar(file.read(512))
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
@@ -106,8 +130,44 @@ class WebDatasetReader:
         return self._index.digest()
 
     def fetch(self, blob: RowBlob) -> bytes:
-        """Refuse: every blob of this reader is a region of a file."""
-        raise DatasetError(f"a WebDataset has no {blob}: its blobs are file regions.")
+        """Return a member of a compressed shard; all other blobs are regions of a file.
+
+        Raises:
+            DatasetError: There is no such member.
+        """
+        column = self.columns(blob.shard, np.array([blob.row]), [blob.field])[blob.field]
+        if not column.valid[0]:
+            raise DatasetError(
+                f"{self.shards[blob.shard].name} has no {blob}: it changed. Restart."
+            )
+        return column.data.tobytes()
+
+    def columns(
+        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
+    ) -> dict[str, Column]:
+        """Return the stored bytes of members, but of `json`, which `read` parses.
+
+        Raises: as `read`.
+        """
+        part, file = self._index.part(shard), self._index.files[shard]
+        numbers = self._index.rows(shard, rows)
+        picks, counts = _pick(part.arrays["first_member"], numbers)
+        owners = np.repeat(np.arange(numbers.size), counts)
+        is_whole = (part.arrays["defect"][numbers] == _WHOLE)[owners]
+        codes = np.where(is_whole, part.arrays["field"][picks], -1)
+        known = {name: code for code, name in enumerate(part.meta["fields"])}
+        columns = {}
+        with open_shard(file, self._cache_dir) as descriptor:
+            for name in (name for name in fields if name != "json"):
+                mine = codes == known.get(name, -2)
+                starts, sizes = (part.arrays[key][picks[mine]] for key in ("offset", "size"))
+                valid = np.zeros(numbers.size, dtype=np.bool_)
+                valid[owners[mine]] = True
+                ends = np.zeros(numbers.size, dtype=np.int64)
+                ends[valid] = sizes
+                data = read_regions(descriptor, file.path, starts, sizes)
+                columns[name] = Column(data, np.cumsum(ends), valid)
+        return columns
 
     def read(
         self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
@@ -122,18 +182,21 @@ class WebDatasetReader:
         """
         part = self._index.part(shard)
         numbers = self._index.rows(shard, rows)
-        picks, counts = _pick(part.arrays["first_member"], numbers)
-        names = part.meta["fields"]
+        picks, member_counts = _pick(part.arrays["first_member"], numbers)
+        counts, names = member_counts.tolist(), part.meta["fields"]
         columns = (part.arrays[name][picks].tolist() for name in ("field", "offset", "size"))
         members = zip(*columns, strict=True)
         keys = _keys(part, numbers)
         defects = part.arrays["defect"][numbers].tolist()
         samples: list[Sample | SampleError] = []
-        with open_shard(self._index.files[shard]) as descriptor:
-            source = _Source(descriptor, self._index.files[shard].path)
+        file = self._index.files[shard]
+        with open_shard(file, self._cache_dir) as descriptor:
+            source = _Source(descriptor, file.path, shard)
             for row, key, count, defect in zip(rows, keys, counts, defects, strict=True):
                 mine = [(names[f], offset, size) for f, offset, size in islice(members, count)]
-                sample = source.sample(mine, fields, defect=defect)
+                sample = (
+                    _repeated(defect, mine) if defect else source.sample(int(row), mine, fields)
+                )
                 if isinstance(sample, SampleError):
                     where = f"{self.shards[shard].name}/{row} (key {key!r})"
                     samples.append(SampleError(sample.reason, f"{where}: {sample.message}"))
@@ -146,16 +209,16 @@ class WebDatasetReader:
 class _Source:
     """Turns member regions of one open shard into values."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: int, path: str, shard: int) -> None:
         self._descriptor = descriptor
         self._path = path
+        self._shard = shard
+        self._is_unpacked = codec_of(path) is not None
 
     def sample(
-        self, members: list[tuple[str, int, int]], fields: Sequence[str] | None, *, defect: int
+        self, row: int, members: list[tuple[str, int, int]], fields: Sequence[str] | None
     ) -> dict[str, Any] | SampleError:
         """Return the wanted fields of one row, or what is wrong with it."""
-        if defect:
-            return _repeated(defect, members)
         sample: dict[str, Any] = {}
         try:
             for name, offset, size in members:
@@ -163,6 +226,8 @@ class _Source:
                     continue
                 if name in _TEXTS or name == "json":
                     sample[name] = self._text(name, offset, size)
+                elif self._is_unpacked:
+                    sample[name] = RowBlob(self._shard, row, name)
                 else:
                     sample[name] = FileBlob(self._path, offset, size)
         except SampleError as error:
@@ -191,13 +256,15 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON: write null, or a number")
 
 
-def _pick(first: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
+def _pick(
+    first: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the member numbers of all rows, one after the other, and how many each row has."""
     starts = first[rows]
     counts = first[rows + 1] - starts
     ends = np.cumsum(counts)
     total = int(ends[-1]) if rows.size else 0
-    return np.repeat(starts - ends + counts, counts) + np.arange(total), counts.tolist()
+    return np.repeat(starts - ends + counts, counts) + np.arange(total), counts
 
 
 def _keys(part: Part, rows: NDArray[np.int64]) -> list[str]:
@@ -230,10 +297,10 @@ def _hint(fields: tuple[str, ...], has_dotted_key: bool, split: Split) -> Mappin
     return {}
 
 
-def _index_shard(file: ShardFile, *, split: Split) -> Part:
+def _index_shard(file: ShardFile, *, split: Split, cache_dir: PathLike | None) -> Part:
     """Scan one shard's headers."""
     groups = _Groups(split)
-    with open_shard(file) as descriptor:
+    with open_shard(file, cache_dir) as descriptor:
         for member in walk(descriptor, file.path):
             groups.add(member)
     return groups.part()

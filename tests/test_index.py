@@ -56,7 +56,8 @@ def comparable(item: AnyRecord | Skip | None) -> Any:
 
 
 def lookup(table: Table, refs: list[tuple[int, int, int]]) -> list[Any]:
-    return [comparable(item) for item in table.lookup(np.array(refs, np.int64).reshape(-1, 3))]
+    block = Index([table], fill=False).lookup(np.array(refs, np.int64).reshape(-1, 3))
+    return [comparable(item) for item in block]
 
 
 steps = st.lists(
@@ -218,7 +219,7 @@ def test_a_record_out_of_an_index_says_where_its_tokens_are(tmp_path: Path) -> N
     table = Table(tmp_path, SHARDS)
     table.add(result_of(REFS[0]))
     table.save()
-    (record,) = table.lookup(np.array(REFS[:1], np.int64))
+    (record,) = Index([table], fill=False).lookup(np.array(REFS[:1], np.int64))
     assert isinstance(record, IndexedRecord)
     with pytest.raises(ConfigError, match=r"options\(index='off'\)"):
         _ = record.token_ids

@@ -12,13 +12,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
 MAX_FILE_LINES = 500
-MAX_CODE_LINES = 10_000  # of the package: without tests, blank lines, comments and docstrings
+MAX_CODE_LINES = 13_000  # of the package: without tests, blank lines, comments and docstrings
+MAX_FRAME_LINES = 10_000  # the same without readers, processors and writers: formats add up
 
 # Lower rows may not import higher ones; most rows' own members may not import one another.
 LAYERS = [
-    {"errors", "protocols", "records", "rng", "metrics", "tables", "arrayfile"},
+    {
+        "errors",
+        "protocols",
+        "records",
+        "rng",
+        "metrics",
+        "tables",
+        "arrayfile",
+        "filecache",
+        "remote",
+        "stores",
+    },
     {"readers", "processors", "runners", "shm", "io", "roworder"},
-    {"ops", "work", "batch", "checkpoint", "index"},
+    {"ops", "work", "batch", "samples", "checkpoint", "index", "writers"},
     {"engine"},
     {
         "options",
@@ -116,6 +128,9 @@ def test_links_point_at_the_real_folders() -> None:
 
 
 def test_the_whole_can_be_read_by_one_person() -> None:
+    formats = {"readers", "processors", "writers"}
+    frame = [code_lines(path) for part, path in modules() if part not in formats]
+    assert sum(frame) <= MAX_FRAME_LINES
     assert sum(code_lines(path) for _, path in modules()) <= MAX_CODE_LINES
 
 

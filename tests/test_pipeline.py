@@ -88,7 +88,7 @@ def test_what_cannot_work_fails_where_it_is_written(
 def test_what_comes_too_early_is_told_what_it_needs() -> None:
     for wrong in (
         lambda p: p.pack_flat(max_length=8),
-        lambda p: p.shuffle(buffer_size=3),
+        lambda p: p.map_sequence(same),
         lambda p: p.map(same, parallelism=0),
     ):
         with pytest.raises(ConfigError, match=r"after \.interleave or|parallelism must be"):

@@ -49,7 +49,7 @@ class Batch:
         image_index: (N, 3) int64: row, first placeholder token, number of placeholder tokens.
         image_valid: (N,) bool; False where the image could not be decoded (its pixels are zero).
         sequence_ids: (B,) int64, the global numbers of the rows.
-        keys: For each row, the names of the samples in it: `dataset/shard/row`.
+        keys: For each row, the samples in it, as of `Dataset.key`: `captions/1017`.
         num_valid_tokens: Labels that are not -100.
         step_valid_tokens: That of the whole global step, over all ranks, as planned (images that
             turn out to be broken come off it later); None where this rank does not plan whole

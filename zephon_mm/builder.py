@@ -3,12 +3,12 @@
     source -> [schema, map, filter, interleave | tokenize]   in the workers, stateless
            -> [pack, shuffle, accumulate, map_sequence]      in the planner, per lane and window
            -> [decode, resize]                               in the workers, into shared memory
-           -> Batch
+           -> Batch, or without the first two rows raw samples, as a SampleBatch
 
 Imports: engine.order, meshes, ops, options, stages, compiled. Used by: pipeline.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -147,7 +147,7 @@ class Builder:
         return self._build(stages=self._stages.with_sequence(PackStage(config)))
 
     def shuffle(self, *, buffer_size: int, seed: int = 0) -> Self:
-        """Shuffle sequences within each lane, through a buffer of `buffer_size` of them."""
+        """Shuffle sequences, or raw samples, within each lane, through a buffer of so many."""
         return self._build(stages=self._stages.with_sequence(ShuffleStage(buffer_size, seed)))
 
     def map_sequence(
@@ -171,10 +171,13 @@ class Builder:
         microbatch_size: int,
         global_batch_size: int | None = None,
         tail: Literal["drop", "pad"] = "drop",
+        fields: Sequence[str] | None = None,
     ) -> Self:
         """Set B, the sequences of a batch, and N, those of a step over all ranks.
 
-        With N set it is part of the fingerprint; without, N = dp_degree * B.
+        With N set it is part of the fingerprint; without, N = dp_degree * B. In a pipeline without
+        .interleave, .tokenize and .pack_flat a sequence is one sample as it is stored, and batches
+        are `zephon_mm.samples.SampleBatch`.
 
         Args:
             microbatch_size: B.
@@ -182,6 +185,7 @@ class Builder:
             tail: What a finite run does with the sequences that do not fill a step: `drop` them
                 (at most N - 1, counted), or `pad` the step with rows of padding alone, whose `keys`
                 are empty, so that an evaluation sees every document once.
+            fields: Of raw samples, those that are read; None for all.
 
         Raises:
             ConfigError: `dp_degree * B` does not divide N.
@@ -192,8 +196,10 @@ class Builder:
             microbatch_size=microbatch_size,
             global_batch_size=global_batch_size,
             tail=tail,
+            fields=list(fields) if isinstance(fields, tuple) else fields,
         )
-        self._build(batching=(microbatch_size, global_batch_size))
+        stages = replace(self._stages, fields=tuple(fields) if fields is not None else None)
+        self._build(batching=(microbatch_size, global_batch_size), stages=stages)
         self._pad_tail = tail == "pad"
         return self
 

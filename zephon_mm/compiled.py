@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zephon_mm.engine.ahead import Ahead
+from zephon_mm.engine.blocks import BLOCK_ROWS, RawContext
 from zephon_mm.engine.driver import EngineConfig
 from zephon_mm.engine.lanes import LanePlan
 from zephon_mm.engine.order import Topology
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import measure, poisoned_sample
+from zephon_mm.engine.tasks import Context, measure, poisoned_sample
 from zephon_mm.errors import ConfigError
 from zephon_mm.indexing import open_index
 from zephon_mm.io import Dataset
@@ -54,6 +56,11 @@ def validate(
     Raises:
         ConfigError: A stage is missing.
     """
+    if stages.raw:
+        _validate_raw(stages, options)
+        return
+    if stages.fields is not None:
+        raise ConfigError("batch(fields=...) is for raw samples: leave out .interleave, .tokenize")
     if stages.packing is None:
         raise ConfigError("the pipeline has no .pack_flat(max_length=...)")
     lanes = options.canonical_replicas
@@ -78,6 +85,16 @@ def validate(
                 f"{options.window_samples} samples: raise flush_every_k_chunks",
                 stacklevel=4,
             )
+
+
+def _validate_raw(stages: Stages, options: Options) -> None:
+    if stages.documents:
+        raise ConfigError(
+            f"{stages.documents[0].name} takes documents, and this pipeline delivers samples as "
+            "they are stored: add .interleave or .tokenize, and .pack_flat(max_length=...)"
+        )
+    if options.balance:
+        raise ConfigError("balance=True weighs packed sequences; raw samples have no weight")
 
 
 def measure_factor(num_lanes: int, topology: Topology) -> float:
@@ -147,14 +164,17 @@ def compile_engine(
     metrics: Metrics,
 ) -> EngineConfig:
     """Return what the driver runs."""
-    assert stages.packing is not None
-    assert stages.interleave is not None
-    context = stages.context(source.datasets)
+    context: Context | RawContext
+    index, whole_steps, ahead = None, False, options.prefetch_batches
+    if stages.raw:
+        context = stages.raw_context(source.datasets)
+        ahead *= max(BLOCK_ROWS // topology.microbatch_size, 1)
+    else:
+        context = stages.context(source.datasets)
+        index = open_index(stages, options, context)
+        complete = topology.dp_degree == 1 or (index is not None and index.complete)
+        whole_steps = complete if options.step_tokens is None else options.step_tokens
     total = sum(len(dataset) for dataset in context.datasets)
-    index = open_index(stages, options, context)
-    whole_steps = options.step_tokens
-    if whole_steps is None:
-        whole_steps = topology.dp_degree == 1 or (index is not None and index.complete)
     plan = LanePlan(
         source=source,
         accumulators=_Accumulators(stages, metrics, context.datasets),
@@ -162,10 +182,11 @@ def compile_engine(
         chunks_per_window=options.flush_every_k_chunks,
         max_error_rate=options.max_error_rate,
         barren_records=total // options.canonical_replicas + options.window_samples,
-        remembered=(KEPT_BATCHES + options.prefetch_batches) * topology.group_size,
+        remembered=(KEPT_BATCHES + ahead) * topology.group_size,
         balance=options.balance,
         whole_steps=options.balance or whole_steps,
         pad_tail=pad_tail,
+        ahead=Ahead(context.datasets, index) or None,
     )
     return EngineConfig(
         plan=plan,
@@ -173,8 +194,8 @@ def compile_engine(
         num_lanes=options.canonical_replicas,
         topology=topology,
         finite=finite,
-        max_length=stages.packing.max_length,
-        pad_id=stages.interleave.tokenizer.pad_id,
+        max_length=stages.packing.max_length if stages.packing else 0,
+        pad_id=stages.interleave.tokenizer.pad_id if stages.interleave else 0,
         runner=options.runner,
         workers=options.workers,
         prefetch_batches=options.prefetch_batches,
@@ -183,7 +204,7 @@ def compile_engine(
         task_rows=options.task_rows,
         task_timeout_s=options.task_timeout_s,
         measure_parallelism=stages.parallelism,
-        image_shape=_image_shape(context.image_processor),
+        image_shape=_image_shape(getattr(context, "image_processor", None)),
         index=index,
     )
 

@@ -10,16 +10,20 @@ Laws (tests/test_io.py):
 Imports: errors, protocols, records. Used by: work, engine, cli.
 """
 
+import itertools
 import os
 import threading
 import warnings
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from zephon_mm import stores
 from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.protocols import Reader
 from zephon_mm.records import Blob, RowBlob, ShardInfo
@@ -77,7 +81,10 @@ class Dataset:
         self.cache_dir = cache_dir
         self.path = path or type(reader).__name__
         self.fmt = fmt or type(reader).__name__
-        self._num_rows = sum(shard.num_rows for shard in reader.shards)
+        ends = itertools.accumulate(shard.num_rows for shard in reader.shards)
+        self._starts = [0, *ends]
+        self._num_rows = self._starts[-1]
+        self.mirrors: Sequence[str] = ()  # of its stores, if that is where it came from
         self._digest: str | None = None
         if not self._num_rows:
             raise DatasetError(
@@ -86,7 +93,7 @@ class Dataset:
             )
 
     @classmethod
-    def from_path(
+    def from_path(  # noqa: PLR0913 - one call says all about a dataset
         cls,
         name: str,
         path: PathLike | Sequence[PathLike],
@@ -94,22 +101,30 @@ class Dataset:
         schema: Schema = None,
         *,
         missing: Missing = "skip",
-        version: str = "",
+        version: int | str = "",
         cache_dir: PathLike | None = None,
+        cache_bytes: int = 64 << 30,
         progress: bool = True,
         **reader_options: Any,
     ) -> "Dataset":
-        """Open a dataset from files.
+        """Open a dataset from files, local or in a store.
 
         Args:
             name: Of the dataset.
-            path: A file, a folder, a pattern such as `s-{000..120}.tar`, or a list of these.
+            path: A file, a folder, a pattern such as `s-{000..120}.tar`, or a list of these. Each
+                may be a URL: `s3://`, `gs://`, `az://`, `https://` (which cannot list folders), or
+                `hf://owner/name/config/split`, of which config and split may be left out.
+                Credentials are those of the environment.
             fmt: Name of the format; None recognises it by content.
             schema: How rows become documents.
             missing: What to do with rows that lack a field.
-            version: Of a schema function, for the index and the fingerprint.
+            version: Of a schema function, for the index and the fingerprint; without one, of the
+                data, where a format has versions: a number or a tag of Lance.
             cache_dir: Folder for index caches; None is `zephon_mm` in `$XDG_CACHE_HOME`, by default
                 `~/.cache`. A folder beside the data serves all machines that mount it.
+            cache_bytes: What shards of stores may take in `cache_dir`. They are downloaded whole,
+                ahead of need, and leave when others need the space. tar and JSON Lines are
+                downloaded once to be indexed.
             progress: Show a bar on stderr while many shards are indexed.
             **reader_options: For the format's reader, such as `split="last_dot"`.
 
@@ -117,26 +132,65 @@ class Dataset:
             ConfigError: The format is unknown, not recognised, or ambiguous; a bad option.
             DatasetError: Shards are missing or damaged, or there are no rows.
         """
-        fmt, reader_class = (fmt, reader_classes(fmt)[fmt]) if fmt else _detect(path)
         directory = index_dir(cache_dir)
+        place, from_url = _mirrored(path, fmt, directory, cache_bytes)
+        reader_options = from_url | reader_options
+        fmt, reader_class = (fmt, reader_classes(fmt)[fmt]) if fmt else _detect(place)
+        if version and not callable(schema) and "version" in signature(reader_class).parameters:
+            reader_options["version"] = version
         try:
-            reader = reader_class(path, cache_dir=directory, progress=progress, **reader_options)
+            reader = reader_class(place, cache_dir=directory, progress=progress, **reader_options)
         except TypeError as error:
             if not reader_options:
                 raise
             raise ConfigError(
                 f"dataset {name!r}, fmt={fmt!r}: {error}. Check its options."
             ) from error
-        return cls(
+        dataset = cls(
             name,
             reader,
             schema=schema,
             missing=missing,
-            version=version,
+            version=str(version),
             path=_shown(path),
             fmt=fmt,
             cache_dir=directory,
         )
+        places = [place] if isinstance(place, str | os.PathLike) else place
+        dataset.mirrors = [os.fspath(one) for one in places if stores.is_mirror(os.fspath(one))]
+        return dataset
+
+    @classmethod
+    def from_rows(
+        cls,
+        name: str,
+        rows: Iterable[Mapping[str, Any]],
+        schema: Schema = None,
+        *,
+        missing: Missing = "skip",
+        version: str = "",
+    ) -> "Dataset":
+        """Make a dataset of rows that are in memory.
+
+        All rows are kept, pictures encoded (arrays and `PIL.Image` as PNG); a pool of workers gets
+        them once, with its context. For more than memory holds, write files.
+
+        Args:
+            name: Of the dataset.
+            rows: Mappings of field -> str, number, None, a picture (encoded bytes, `PIL.Image`, a
+                uint8 array of shape (height, width, 3), the path of a file as `os.PathLike`), or
+                lists and mappings of these.
+            schema: How rows become documents.
+            missing: What to do with rows that lack a field.
+            version: Of a schema function, for the fingerprint.
+
+        Raises:
+            ConfigError: A row is no mapping, or holds a value of another type.
+            DatasetError: There are no rows, or a path is no file.
+        """
+        reader_class = _load(EntryPoint("memory", "zephon_mm.readers.memory:MemoryReader", _GROUP))
+        reader = reader_class(rows)
+        return cls(name, reader, schema=schema, missing=missing, version=version, fmt="memory")
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
@@ -155,6 +209,25 @@ class Dataset:
         if self._digest is None:
             self._digest = self.reader.digest()
         return self._digest
+
+    def key(self, shard: int, row: int) -> str:
+        """Return a sample's name in a batch: the dataset's, and the row's number over all shards.
+
+        It is `captions/1017` in any format and any division into shards; see `locate`.
+        """
+        return f"{self.name}/{self._starts[shard] + row}"
+
+    def locate(self, key: str) -> tuple[int, int]:
+        """Return shard and row of a sample, by its name in a batch.
+
+        Raises:
+            KeyError: It is no sample of this dataset.
+        """
+        name, _, number = key.rpartition("/")
+        if name != self.name or not number.isdigit() or int(number) >= len(self):
+            raise KeyError(f"{key!r} is none of the {len(self)} samples of {self.name!r}")
+        shard = bisect_right(self._starts, int(number)) - 1
+        return shard, int(number) - self._starts[shard]
 
     def row_name(self, shard: int, row: int) -> str:
         """Return a sample's name for people, such as `captions/shard-000000.tar/17`."""
@@ -269,7 +342,7 @@ class _OpenFiles:
                 file.users += 1
                 return file
         # Not under the lock: opening takes milliseconds on a network file system.
-        opened = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        opened = _OpenFile(os.open(stores.local(path), os.O_RDONLY | os.O_CLOEXEC))
         with self._lock:
             if path in self._files:
                 self._drop(path)  # another thread was faster; the newer one stays
@@ -291,6 +364,29 @@ class _OpenFiles:
 
 _files = _OpenFiles(_OPEN_FILES)
 os.register_at_fork(after_in_child=_files.renew_lock)
+
+
+def _mirrored(
+    path: PathLike | Sequence[PathLike], fmt: str | None, cache_dir: Path | None, max_bytes: int
+) -> tuple[Any, dict[str, str]]:
+    """Return the local path or paths, and the reader's options that were in a URL."""
+    if not isinstance(path, str | os.PathLike):
+        return [_mirrored(one, fmt, cache_dir, max_bytes)[0] for one in path], {}
+    if not stores.is_remote(path) or _opens_urls(os.fspath(path), fmt):
+        return path, {}
+    return stores.mirror(os.fspath(path), cache_dir, max_bytes)
+
+
+def _opens_urls(path: str, fmt: str | None) -> bool:
+    """Whether the format's reader, or one that knows a URL by its name, opens URLs itself."""
+    for name, entry in _entries().items():
+        if fmt not in (None, name):
+            continue
+        with suppress(ConfigError):
+            reader_class = _load(entry)
+            if getattr(reader_class, "opens_urls", False) and (fmt or reader_class.detect(path)):
+                return True
+    return False
 
 
 def _shown(path: PathLike | Sequence[PathLike]) -> str:

@@ -29,7 +29,7 @@ def _limits(name: str) -> list[int]:
     return [int(word) for word in text.split() if word.isdigit()] if "max" not in text else []
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """The CPUs that this process may use, in whole ones of a container's quota."""
     allowed = len(os.sched_getaffinity(0))
     quota, period = _limits("cpu.max") or (allowed, 1)
@@ -75,15 +75,16 @@ class Options:
             never changes a batch.
         step_tokens: Whether every batch has `step_valid_tokens`, for which a rank plans all lanes;
             None: where that costs nothing (one rank, a finite source, `balance`, a full index).
-        io_options: `{"cache": {"enabled": bool, "dir": str}}`: the local cache of remote shards;
-            local files are read where they lie.
+        io_options: `{"cache": {"enabled": bool, "dir": str}}`: accepted, without effect. Where
+            shards of stores are kept is known before there are options, and told by
+            `Dataset.from_path(cache_dir=, cache_bytes=)`.
     """
 
     canonical_replicas: int = 8
     dp_degree: int = 1
     dp_rank: int = 0
     runner: str = "process"
-    workers: int = field(default_factory=_cpus)
+    workers: int = field(default_factory=cpus)
     chunk_size: int = 256
     flush_every_k_chunks: int = 8
     balance: bool = False

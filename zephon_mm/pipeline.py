@@ -27,6 +27,7 @@ from zephon_mm.engine.driver import Driver, EngineConfig
 from zephon_mm.engine.lanes import Cursor
 from zephon_mm.engine.order import Topology
 from zephon_mm.engine.planner import Position, Start
+from zephon_mm.engine.raw import RawDriver
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.indexing import build_index, state_of_index
 from zephon_mm.metrics import Metrics
@@ -145,7 +146,8 @@ class Pipeline(Builder):
 
     def _start_driver(self) -> Driver:
         self._started = True
-        driver = Driver(self._compiled(self._metrics), self._start, self._metrics)
+        driver_type = RawDriver if self._stages.raw else Driver
+        driver = driver_type(self._compiled(self._metrics), self._start, self._metrics)
         self._finalizer = weakref.finalize(self, driver.collected)
         self._began = time.perf_counter()
         return driver

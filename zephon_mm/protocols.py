@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.errors import SampleError
-from zephon_mm.records import Chunk, MediaShape, RowBlob, ShardInfo, State
+from zephon_mm.records import Chunk, Column, MediaShape, RowBlob, ShardInfo, State
 
 In = TypeVar("In", contravariant=True)
 Out = TypeVar("Out", covariant=True)
@@ -57,6 +57,30 @@ class Reader(Protocol):
 
     def digest(self) -> str:
         """Return hex digits that change when any shard's name, size or row count does."""
+        ...
+
+
+@runtime_checkable
+class ColumnReader(Protocol):
+    """What a reader may have besides: the bytes of many rows at once, for raw samples."""
+
+    def columns(
+        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
+    ) -> Mapping[str, Column]:
+        """Return the stored bytes of fields that `read` gives as text, bytes or blobs.
+
+        Text is UTF-8, images are as encoded: what `read` and `read_blob` give. A row that `read`
+        gives as an error is valid in no column. A field that cannot be given so is left out.
+
+        Args:
+            shard: Index into `shards`.
+            rows: (n,) row numbers inside the shard, in any order, at least one.
+            fields: Names.
+
+        Raises:
+            OSError: The environment failed; the same call may succeed later.
+            DatasetError: The shard is not the one that was indexed.
+        """
         ...
 
 

@@ -209,11 +209,15 @@ def extents_of(record: "AnyRecord") -> list[int]:
     return found
 
 
-class Extents(Protocol):
-    """Where `extents_of` many records is kept."""
+class Store(Protocol):
+    """Where an index keeps what rows became."""
 
     def extents(self, at: int) -> Values[int]:
-        """Return those of one record."""
+        """Return the `extents_of` the record at a position."""
+        ...
+
+    def skip(self, at: int, ref: SampleRef) -> "Skip":
+        """Return why the row at a position gives no record."""
         ...
 
 
@@ -222,15 +226,12 @@ class IndexedRecord:
 
     The tokens are made where the sequence is delivered, from the sample itself.
 
-    It is made by the million to be packed, and mostly by ranks that do not deliver it: so it holds
-    what packing needs, and makes the rest when it is asked for.
-
     Args:
         num_tokens: Of the record.
         num_images: Of the record.
         num_valid_tokens: As in `Record`.
         store: Where its extents are.
-        at: Which of the store's they are.
+        at: At which position there.
         refs: (n, 3) int64, with the columns of `SampleRef`.
         number: Which of them is its own.
     """
@@ -245,7 +246,7 @@ class IndexedRecord:
         num_tokens: int,
         num_images: int,
         num_valid_tokens: int,
-        store: Extents,
+        store: Store,
         at: int,
         refs: NDArray[np.int64],
         number: int,
@@ -314,6 +315,52 @@ class Skip(NamedTuple):
     reason: str
     message: str
     defect: bool
+
+
+class Block:
+    """What an index knows of a chunk's rows: counts in columns, a record only when asked for one.
+
+    Most records are planned by ranks that do not deliver them, so a packer that takes blocks makes
+    those alone that go into a sequence.
+
+    Args:
+        refs: (n, 3) int64, with the columns of `SampleRef`.
+        columns: (5, n) int64: tokens (0 or below for a row without a record, `UNKNOWN` for one that
+            the index does not know), images, tokens that carry loss, which of the stores, and the
+            position there.
+        stores: Where the rest is.
+    """
+
+    UNKNOWN = -2
+
+    def __init__(
+        self, refs: NDArray[np.int64], columns: NDArray[np.int64], stores: Values[Store]
+    ) -> None:
+        self._refs = refs
+        self._stores = stores
+        self.num_tokens: list[int]
+        self.num_tokens, self.num_images, self._valid, self._which, self._at = columns.tolist()
+        self.gaps: list[int] = np.flatnonzero(columns[0] <= 0).tolist()
+        """Rows without a record, ascending."""
+
+    def __len__(self) -> int:
+        """Return the rows."""
+        return len(self.num_tokens)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what each row became."""
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, row: int) -> Any:
+        """Return what a row became; None if that is not known."""
+        size = self.num_tokens[row]
+        if size == self.UNKNOWN:
+            return None
+        store, at = self._stores[self._which[row]], self._at[row]
+        if size <= 0:
+            return store.skip(at, SampleRef._make(self._refs[row].tolist()))
+        counts = size, self.num_images[row], self._valid[row]
+        return IndexedRecord(*counts, store, at, self._refs, row)
 
 
 class Piece(NamedTuple):

@@ -21,8 +21,11 @@ def describe(
     lines += [f"               {_dataset(dataset)}" for dataset in source.datasets]
     lines += [f"in workers   {one.name}({one.operator!r})" for one in stages.documents]
     interleave = stages.interleave
-    processor = getattr(interleave, "image_processor", None)
-    lines.append(f"in workers   .{type(interleave).__name__.lower()}, images: {processor}")
+    if interleave is not None:
+        processor = getattr(interleave, "image_processor", None)
+        lines.append(f"in workers   .{type(interleave).__name__.lower()}, images: {processor}")
+    else:
+        lines.append(f"in workers   read fields: {', '.join(stages.fields or ('all',))}")
     for stage in stages.sequences:
         for name, settings in stage.fingerprint().items():
             shown = ", ".join(f"{key}={value}" for key, value in settings.items())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from zephon_mm.engine.blocks import RawContext, detect_fields
 from zephon_mm.engine.tasks import Context, detect_schema
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import Dataset
@@ -142,12 +143,16 @@ class DocumentStage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """All operators of a pipeline, in order. Immutable: `with_...` returns a new value."""
+    """All operators of a pipeline, in order. Immutable: `with_...` returns a new value.
+
+    `fields` are those that a pipeline of raw samples delivers, None for all.
+    """
 
     documents: tuple[DocumentStage, ...] = ()
     interleave: Interleave | Tokenize | None = None
     sequences: tuple[SequenceStage, ...] = ()
     parallelism: int | None = None
+    fields: tuple[str, ...] | None = None
 
     def with_document(self, stage: DocumentStage, parallelism: int | None) -> "Stages":
         """Add `.map` or `.filter`.
@@ -172,6 +177,8 @@ class Stages:
         """
         if self.interleave is not None:
             raise ConfigError("a pipeline has one .interleave or .tokenize")
+        if self.sequences:
+            raise ConfigError(".interleave and .tokenize come before .shuffle")
         return replace(self, interleave=stage).limited(parallelism)
 
     def with_sequence(self, stage: SequenceStage) -> "Stages":
@@ -182,11 +189,11 @@ class Stages:
         """
         packs = isinstance(stage, PackStage)
         name = "pack_flat" if packs else next(iter(stage.fingerprint()))
-        if self.interleave is None:
+        if self.interleave is None and name != "shuffle":
             raise ConfigError(f".{name} comes after .interleave or .tokenize")
         if packs and self.packing is not None:
             raise ConfigError("a pipeline has one .pack_flat")
-        if not packs and self.packing is None and name != "accumulate":
+        if not (packs or self.packing or name == "accumulate" or self.interleave is None):
             raise ConfigError(f".{name} counts packed sequences: put it after .pack_flat")
         return replace(self, sequences=(*self.sequences, stage))
 
@@ -202,6 +209,11 @@ class Stages:
         if parallelism < 1:
             raise ConfigError(f"parallelism must be at least 1, got {parallelism}")
         return replace(self, parallelism=min(parallelism, self.parallelism or parallelism))
+
+    @property
+    def raw(self) -> bool:
+        """Whether batches hold raw samples: nothing makes tokens of them."""
+        return self.interleave is None
 
     @property
     def packing(self) -> PackConfig | None:
@@ -223,6 +235,11 @@ class Stages:
             image_processor=None if isinstance(stage, Tokenize) else stage.image_processor,
         )
 
+    def raw_context(self, datasets: Sequence[Dataset]) -> RawContext:
+        """Return what the workers of a pipeline of raw samples need, without memory."""
+        kinds, row_bytes = detect_fields(datasets, self.fields)
+        return RawContext(tuple(datasets), kinds, row_bytes)
+
     def accumulators(
         self, lane: int, window: int, report: Report
     ) -> Sequence[Accumulator[Any, Any]]:
@@ -233,7 +250,8 @@ class Stages:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all that the batches depend on besides the source, JSON-serialisable."""
-        assert self.interleave is not None
+        if self.interleave is None:
+            return {"fields": self.fields, "sequences": [s.fingerprint() for s in self.sequences]}
         functions = [
             {stage.name: {"name": name_of(stage.operator.fn), "version": stage.version}}  # type: ignore[attr-defined]
             for stage in self.documents

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.fixtures.columns import cells
 from zephon_mm.errors import SampleError
 from zephon_mm.io import Dataset, read_blob
-from zephon_mm.protocols import Reader
+from zephon_mm.protocols import ColumnReader, Reader
 from zephon_mm.records import FileBlob, RowBlob
 
 
@@ -29,6 +31,12 @@ def blobs_in(value: Any) -> Iterator[FileBlob | RowBlob]:
     elif isinstance(value, list):
         for item in value:
             yield from blobs_in(item)
+
+
+def stored(dataset: Dataset, value: Any) -> bytes | None:
+    if isinstance(value, FileBlob | RowBlob):
+        return read_blob(dataset, value)
+    return value.encode() if isinstance(value, str) else value
 
 
 def comparable(rows: list[Any]) -> list[Any]:
@@ -82,6 +90,21 @@ class ReaderContract:
             if isinstance(blob, FileBlob):
                 assert os.path.isabs(blob.path)
                 assert len(whole) == blob.size
+
+    def test_columns_give_the_bytes_that_read_gives(self, reader: Reader) -> None:
+        if not isinstance(reader, ColumnReader):
+            pytest.skip("it has no columns")
+        dataset = Dataset("data", reader)
+        for shard, info in enumerate(reader.shards):
+            rows = [*reversed(range(info.num_rows)), 0]
+            samples = reader.read(shard, rows)
+            named = {name for row in samples if isinstance(row, dict) for name in row}
+            names = sorted(name for name in named if not name.startswith("__"))
+            columns = reader.columns(shard, np.array(rows), names)
+            for name in columns.keys() & names:
+                values = [row.get(name) if isinstance(row, dict) else None for row in samples]
+                if all(isinstance(v, str | bytes | FileBlob | RowBlob | None) for v in values):
+                    assert cells(columns[name]) == [stored(dataset, value) for value in values]
 
     def test_a_pickled_copy_is_the_same_reader(self, reader: Reader) -> None:
         copy = pickle.loads(pickle.dumps(reader))

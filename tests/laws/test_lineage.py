@@ -235,7 +235,7 @@ def by_lane(
             if chunk is None:
                 break
             for number, shard, row in chunk.refs.tolist():
-                lane_of[source.datasets[number].row_name(shard, row)] = lane
+                lane_of[source.datasets[number].key(shard, row)] = lane
     found: dict[int, list[Any]] = {lane: [] for lane in range(recipe.lanes)}
     for _, (row, keys) in sorted(sequences.items()):
         found[lane_of[keys[0]]].append((row, keys))

@@ -249,7 +249,7 @@ def test_passes_give_every_row_exactly_once_each(finite: Recipe) -> None:
     with recipe.build() as pipeline:
         keys = [key for batch in take(pipeline, 10_000) for row in batch.keys for key in row]
     expected = [
-        d.row_name(shard, row)
+        d.key(shard, row)
         for d in recipe.datasets
         for shard, info in enumerate(d.shards)
         for row in range(info.num_rows)

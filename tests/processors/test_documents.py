@@ -6,6 +6,7 @@ from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.processors.documents import (
     IMAGE_FIELDS,
     TEXT_FIELDS,
+    fields_of,
     schema_of,
     to_document,
 )
@@ -184,6 +185,21 @@ def test_chat_is_refused_rather_than_read_as_text(field):
         to_document({"images": [ROW], field: [], "text": "a"})
     with pytest.raises(SampleError, match="unknown_schema"):
         to_document({"png": ROW, "json": {field: []}})
+
+
+def test_finevision_turns_are_chat_and_texts_are_not():
+    turns = {"images": [ROW], "texts": [{"user": "what?", "assistant": "a cat"}]}
+    assert fields_of(turns) == {"images", "texts", "texts/user", "texts/assistant"}
+    for sample in (turns, {"png": ROW, "json": turns}):
+        with pytest.raises(SampleError, match=r"unknown_schema.*FineVision `texts`.*not supported"):
+            to_document(sample)
+    assert fields_of({"images": [ROW, None], "texts": [None, "a"]}) == {"images", "texts"}
+
+
+def test_a_url_is_counted_as_one():
+    url = "https://a.org/1.jpg"
+    assert reason_of({"image": url, "text": "a"}) == "image_url"
+    assert reason_of({"images": [url], "texts": [None]}) == "image_url"
 
 
 def test_unknown_fields_are_listed():

@@ -1,15 +1,19 @@
 """The JSON Lines reader: the contract, the known failures, pictures beside and inside."""
 
 import base64
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts.reader import ReaderContract
+from tests.fixtures.columns import cells
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.io import Dataset, read_blob
 from zephon_mm.readers.files import find_shards
@@ -190,13 +194,13 @@ def test_a_picture_that_cannot_be_used_is_an_error_of_its_row(
     assert good["__key__"] == "1"
 
 
-def test_root_may_be_another_folder_and_links_inside_it_are_fine(tmp_path: Path) -> None:
+def test_image_root_may_be_another_folder_and_links_inside_it_are_fine(tmp_path: Path) -> None:
     for name in ("pictures", "rows"):
         (tmp_path / name).mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(PNG)
     (tmp_path / "pictures" / "b.png").symlink_to("a.png")
     path = write_rows(tmp_path / "rows" / "d.jsonl", {"pic": "b.png"}, {"pic": None})
-    first, second = rows_of(path, root=tmp_path / "pictures", image_fields=["pic"])
+    first, second = rows_of(path, image_root=tmp_path / "pictures", image_fields=["pic"])
     assert first["pic"] == FileBlob(str(tmp_path / "pictures" / "b.png"), 0, len(PNG))
     assert second["pic"] is None
 
@@ -210,7 +214,71 @@ def test_bad_base64_is_named_when_it_is_fetched(tmp_path: Path) -> None:
         reader.fetch(row["image"][1])
 
 
-def test_a_compressed_file_says_so(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(DatasetError, match="decompress"):
-        JsonlReader(tmp_path)
+def pack(path: Path, codec: str) -> Path:
+    """Replace a file by its compressed form."""
+    target = path.with_name(path.name + {"gzip": ".gz", "zstd": ".zst"}[codec])
+    target.write_bytes(pyarrow.compress(path.read_bytes(), codec=codec, asbytes=True))
+    path.unlink()
+    return target
+
+
+class TestCompressedContract(ReaderContract):
+    @pytest.fixture(params=["gzip", "zstd"])
+    def reader(self, tmp_path: Path, request: pytest.FixtureRequest) -> JsonlReader:
+        (tmp_path / "a.png").write_bytes(PNG)
+        for shard in range(2):
+            rows = [{"id": 1, "image": "a.png"}, {"image": TEXT64}, {"text": "é"}]
+            pack(write_rows(tmp_path / f"{shard}.jsonl", *rows), request.param)
+        return JsonlReader(tmp_path, cache_dir=tmp_path / "cache")
+
+
+def test_a_compressed_file_reads_as_its_contents_and_is_unpacked_once(tmp_path: Path) -> None:
+    rows = [{"id": i, "text": "x" * i, "image": TEXT64} for i in range(20)]
+    plain = rows_of(write_rows(tmp_path / "d.jsonl", *rows))
+    packed = pack(tmp_path / "d.jsonl", "gzip")
+    cache = tmp_path / "cache"
+    assert rows_of(packed, cache_dir=cache) == plain
+    (unpacked,) = (path for path in (cache / "files").iterdir() if path.suffix == "")
+    written = unpacked.stat().st_mtime_ns
+    dataset = Dataset("d", JsonlReader(packed, cache_dir=cache))
+    assert read_blob(dataset, RowBlob(0, 7, "image")) == PNG
+    assert unpacked.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "d.jsonl.gz",
+            gzip.compress(b"{}" * 99, mtime=0)[:-5],
+            r"d\.jsonl\.gz does not unpack as gzip: .*",
+        ),
+        ("d.jsonl.zst", b"no zstd", r"d\.jsonl\.zst does not unpack as zstd"),
+        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d\.jsonl is compressed\. Name it \.jsonl\.gz"),
+    ],
+)
+def test_what_does_not_unpack_is_named(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DatasetError, match=message):
+        JsonlReader(tmp_path / name, cache_dir=tmp_path / "cache")
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.suffix == ""]
+
+
+def test_columns_hold_the_texts_of_rows_and_leave_other_fields_out(tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": "é", "n": 1}, {"text": ""}, {"n": 2}, {"image": "none.png"}]
+    reader = JsonlReader(write_rows(tmp_path / "d.jsonl", *rows))
+    columns = reader.columns(0, np.array([1, 0, 2, 0]), ["text", "n", "none"])
+    assert columns.keys() == {"text", "none"}
+    assert cells(columns["text"]) == [b"", "é".encode(), None, "é".encode()]
+    assert cells(columns["none"]) == [None] * 4
+    assert cells(reader.columns(0, np.array([3]), ["text", "image"])["text"]) == [None]
+    assert cells(reader.columns(0, np.array([], dtype=np.int64), ["n"])["n"]) == []
+
+
+def test_an_index_of_another_format_is_no_json_lines(tmp_path: Path) -> None:
+    for name in ("shardlist", "shards", "chunks"):
+        path = write_rows(tmp_path / "index.json", {name: []})
+        assert not JsonlReader.detect(path)
+    assert JsonlReader.detect(write_rows(tmp_path / "rows.json", {"id": 1}))

@@ -1,21 +1,28 @@
 """The WebDataset reader: the contract, the known failures, archives of the real writer."""
 
+import gzip
 import io
 import json
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts.reader import ReaderContract
+from tests.fixtures.columns import cells
+from tests.fixtures.memory import take
+from tests.fixtures.rows import alone
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.io import Dataset, read_blob
+from zephon_mm.processors.documents import to_document
 from zephon_mm.readers.webdataset import WebDatasetReader
-from zephon_mm.records import FileBlob, RowBlob
+from zephon_mm.records import FileBlob, Image, RowBlob, Text
 
 CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 JPEG = b"\xff\xd8\xff not decoded here"
@@ -58,6 +65,76 @@ class TestContract(ReaderContract):
                     }
                     writer.write({"__key__": f"{row:04}", **sample})
         return WebDatasetReader(tmp_path, cache_dir=tmp_path / "cache")
+
+
+class TestCompressedContract(ReaderContract):
+    @pytest.fixture(params=[".tar.gz", ".tgz", ".tar.zst"])
+    def reader(self, tmp_path: Path, request: pytest.FixtureRequest) -> WebDatasetReader:
+        codec = "zstd" if request.param.endswith("zst") else "gzip"
+        for shard in range(2):
+            path = write_tar(tmp_path / f"{shard}.tar", captioned(3))
+            packed = pyarrow.compress(path.read_bytes(), codec=codec, asbytes=True)
+            (tmp_path / f"{shard}{request.param}").write_bytes(packed)
+            path.unlink()
+        return WebDatasetReader(tmp_path, cache_dir=tmp_path / "cache")
+
+
+def captioned(count: int) -> list[tuple[str, bytes]]:
+    members = []
+    for i in range(count):
+        members += [(f"{i}.jpg", JPEG + bytes([i])), (f"{i}.txt", b"caption %d" % i)]
+    return members
+
+
+def test_a_compressed_shard_reads_as_the_plain_one(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "s.tar", captioned(4))
+    plain = Dataset("d", WebDatasetReader(path))
+    (tmp_path / "s.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+    packed = Dataset("d", WebDatasetReader(tmp_path / "s.tar.gz", cache_dir=tmp_path / "cache"))
+    assert packed.reader.kind == plain.reader.kind
+    for row in range(4):
+        (a,), (b,) = plain.reader.read(0, [row]), packed.reader.read(0, [row])
+        assert isinstance(a, dict)
+        assert isinstance(b, dict)
+        assert {**a, "jpg": read_blob(plain, a["jpg"])} == {**b, "jpg": read_blob(packed, b["jpg"])}
+    for file in (tmp_path / "cache" / "files").iterdir():
+        file.unlink()  # what is in the cache may be made again at any time
+    assert packed.reader.fetch(RowBlob(0, 2, "jpg")) == JPEG + b"\2"
+
+
+def test_several_images_of_a_sample_are_fields_of_their_own(tmp_path: Path) -> None:
+    names = ["7.0.jpg", "7.1.jpg", "7.left.jpg", "7.txt", "7.json"]
+    members = [(name, b"{}" if name.endswith("json") else name.encode()) for name in names]
+    dataset = Dataset("d", WebDatasetReader(write_tar(tmp_path / "s.tar", members)))
+    (row,) = dataset.reader.read(0, [0])
+    assert isinstance(row, dict)
+    for field in ("0.jpg", "1.jpg", "left.jpg"):
+        assert read_blob(dataset, row[field]) == f"7.{field}".encode()
+    assert (row["txt"], row["json"], row["__key__"]) == ("7.txt", {}, "7")
+
+
+def test_a_caption_inside_the_json_member_is_the_sample_s_own(tmp_path: Path) -> None:
+    text = json.dumps({"caption": "a dog", "width": 8}).encode()
+    path = write_tar(tmp_path / "s.tar", [("a.jpg", JPEG), ("a.json", text)])
+    (row,) = rows_of(path)
+    image, caption = to_document(row).segments
+    assert isinstance(image, Image)
+    assert caption == Text("a dog")
+
+
+def test_columns_hold_what_members_hold(tmp_path: Path) -> None:
+    members = [("a.jpg", JPEG), ("a.txt", "é".encode()), ("b.txt", b""), ("c.jpg", b"1" * 9999)]
+    members += [("d.txt", b"1"), ("d.txt", b"2"), ("e.json", b"[1]"), ("b.jpg", b"late")]
+    reader = WebDatasetReader(write_tar(tmp_path / "s.tar", members))
+    columns = reader.columns(0, np.array([2, 0, 3, 1, 4, 0]), ["txt", "jpg", "json", "png"])
+    text = "é".encode()
+    assert cells(columns["txt"]) == [None, text, None, b"", None, text]
+    assert cells(columns["jpg"]) == [b"1" * 9999, JPEG, None, b"late", None, JPEG]
+    assert "json" not in columns
+    assert cells(columns["png"]) == [None] * 6
+    assert cells(reader.columns(0, np.array([], dtype=np.int64), ["txt"])["txt"]) == []
+    with pytest.raises(IndexError, match="rows 0 to 4"):
+        reader.columns(0, np.array([5]), ["txt"])
 
 
 def test_tar_01_a_repeated_member_is_an_error_that_names_member_and_shard() -> None:
@@ -148,6 +225,21 @@ def test_tar_14_a_gap_in_a_pattern_is_found_at_the_start_and_named() -> None:
     assert len(WebDatasetReader(CASES / "TAR-14" / "shard-{00000..00001}.tar").shards) == 2
 
 
+def test_tar_15_every_sample_comes_once_though_workers_outnumber_shards(tmp_path: Path) -> None:
+    dataset = Dataset.from_path("d", CASES / "TAR-04", cache_dir=tmp_path)
+    keys: list[str] = []
+    batches = []
+    for rank in range(3):
+        recipe = alone(dataset, max_length=24)  # two samples do not fit into a sequence
+        with recipe.build(dp=3, rank=rank, runner="thread", workers=4) as pipeline:
+            found = take(pipeline, 99)
+        batches.append(len(found))
+        keys += [key for batch in found for row in batch.keys for key in row]
+    names = [dataset.key(shard, row) for shard in range(2) for row in range(3)]
+    assert sorted(keys) == names
+    assert batches == [2, 2, 2]
+
+
 FIELDS = ["jpg", "txt", "json", "bin"]
 
 
@@ -207,10 +299,10 @@ def test_a_shard_that_changed_size_is_an_error_that_says_so(tmp_path: Path) -> N
         reader.read(0, [0])
 
 
-def test_no_blob_is_inside_a_row() -> None:
+def test_a_place_that_is_not_there_is_an_error() -> None:
     reader = WebDatasetReader(CASES / "TAR-04")
-    with pytest.raises(DatasetError, match="file regions"):
-        reader.fetch(RowBlob(0, 0, "jpg"))
+    with pytest.raises(DatasetError, match=r"shard-000000\.tar has no .*'webp'"):
+        reader.fetch(RowBlob(0, 0, "webp"))
 
 
 def test_the_digest_knows_the_split_and_not_the_place(tmp_path: Path) -> None:

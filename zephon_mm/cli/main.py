@@ -16,8 +16,10 @@ from zephon_mm.errors import ZephonError
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is
 # imported when it is chosen: `zephon-mm --help` need not wait for matplotlib or transformers.
 COMMANDS = {
+    "convert": "write a dataset in another format, and prove that it is the same",
     "demo": "make a data set, train a tiny model on it, resume on 1, 2, 3, 4 ranks",
     "index": "measure every sample once, so that planning and restoring read none",
+    "inspect": "show what a dataset is and what is wrong with it",
     "plan": "show the next sequences of a recipe without decoding an image",
     "verify": "prove that a recipe gives the same data on every topology and runner",
 }

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.batch import Assembly, Batch
+from zephon_mm.engine.blocks import RawContext
 from zephon_mm.engine.lanes import Cursor, LanePlan
 from zephon_mm.engine.measuring import Measured, Measuring
 from zephon_mm.engine.order import Topology
@@ -65,7 +66,7 @@ class EngineConfig:
     """
 
     plan: LanePlan
-    context: Context
+    context: Context | RawContext
     num_lanes: int
     topology: Topology
     finite: bool
@@ -115,6 +116,9 @@ class _CursorRequest:
 class Driver:
     """Runs one rank's pipeline from a start position. Made by `Pipeline`, closed by `close`."""
 
+    _planner_type = Planner
+    _judged = "images"  # what `max_error_rate` is a share of
+
     def __init__(self, config: EngineConfig, start: Start, metrics: Metrics) -> None:
         self._config = config
         self._metrics = metrics
@@ -140,7 +144,8 @@ class Driver:
         self._decoding = Decoding(self._queue, config.task_images)
         if config.measure_parallelism is not None:
             self._queue.limit(measure, config.measure_parallelism)
-        self._planner = Planner(
+        self._ahead = config.prefetch_batches
+        self._planner: Any = self._planner_type(
             config.plan,
             num_lanes=config.num_lanes,
             topology=config.topology,
@@ -180,7 +185,7 @@ class Driver:
         item = self._ready[0]
         if item is None:
             return None
-        if not isinstance(item, Pending):
+        if isinstance(item, BaseException):
             raise item
         item.ready.wait()
         self._metrics.add("wait_s", time.perf_counter() - began)
@@ -248,7 +253,7 @@ class Driver:
                 self._deliver(self._submit(group))
                 self._planned += 1
                 self._wait_until(lambda: True, "requests")
-                if self._planned - self._taken >= self._config.prefetch_batches:
+                if self._planned - self._taken >= self._ahead:
                     self._wait_until(self._is_low, "consumer")
             self._decoding.flush()
             self._deliver(None)
@@ -270,7 +275,7 @@ class Driver:
             return
 
     def _is_low(self) -> bool:
-        return self._planned - self._taken <= self._config.prefetch_batches // 2
+        return self._planned - self._taken <= self._ahead // 2
 
     def _wake(self) -> None:
         self._events.put(None)
@@ -310,6 +315,9 @@ class Driver:
     def _submit(self, group: Group) -> Pending:
         """Lease a slab, write the tokens, submit the decoding."""
         config = self._config
+        assert isinstance(config.context, Context)
+        if config.plan.ahead:
+            config.plan.ahead.delivered(group.sequences)
         assembly = Assembly(
             group.sequences, max_length=config.max_length, image_shape=config.image_shape
         )
@@ -365,14 +373,14 @@ class Driver:
 
     def _judge(self, item: Pending) -> None:
         """Stop when too many images were defective, counted in the order of delivery."""
-        self._images_seen += item.counts["images"]
+        self._images_seen += item.counts[self._judged]
         self._images_bad += len(item.failures)
         rate = self._config.plan.max_error_rate
         judged = rate == 0 or self._images_seen >= JUDGED_IMAGES
         if item.failures and judged and self._images_bad > rate * self._images_seen:
             last = item.failures[max(item.failures)]
             raise DataQualityError(
-                f"{self._images_bad} of the first {self._images_seen} images are defective, "
-                f"max_error_rate is {rate}. The last one: {last.message} [{last.reason}]. Repair "
-                "the data, or raise max_error_rate."
+                f"{self._images_bad} of the first {self._images_seen} {self._judged} are "
+                f"defective, max_error_rate is {rate}. The last one: {last.message} "
+                f"[{last.reason}]. Repair the data, or raise max_error_rate."
             )

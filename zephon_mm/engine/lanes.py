@@ -10,7 +10,7 @@ Laws (tests/engine/test_lanes.py):
     2. A lane built at `cursor(k)` gives sequence k, k + 1, ... of the same lane.
     3. `cursor(k)` is a function of k: two ranks that planned a lane differently far agree.
 
-Imports: records, protocols, errors, metrics, engine.measuring. Used by: engine.planner.
+Imports: records, protocols, errors, metrics, engine.{ahead, measuring}. Used by: engine.planner.
 """
 
 from collections import deque
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zephon_mm.engine.ahead import CHUNKS_AHEAD, Ahead
 from zephon_mm.engine.measuring import Measured
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.protocols import Accumulator, WorkSource
+from zephon_mm.records import AnyRecord, Block, Chunk, Skip, State
 from zephon_mm.records import Sequence as PackedSequence
-from zephon_mm.records import Skip, State
 
 FIRST_SEEN = 1_000
 """`max_error_rate` allows its share of at least this many samples, so that one early defect
@@ -59,7 +60,7 @@ class LanePlan:
     may give no sequence before that is an error. `remembered` is how many sequences before the
     next one a lane can still give a cursor of. `balance` deals each step's sequences to ranks by
     their work; `whole_steps` plans all lanes, a step at a time; `pad_tail` completes the last step
-    of a finite run with empty rows.
+    of a finite run with empty rows. `ahead` is told what will be read, if any data is in a store.
     """
 
     source: WorkSource
@@ -72,6 +73,7 @@ class LanePlan:
     balance: bool = False
     whole_steps: bool = False
     pad_tail: bool = False
+    ahead: Ahead | None = None
 
 
 Measure = Callable[[int, Any], Iterable[Measured]]
@@ -108,6 +110,7 @@ class Lane:
         self._metrics = metrics
         window, state, offset = cursor or Cursor(0, plan.source.start(number, num_lanes), 0)
         self._state = state
+        self._coming: deque[tuple[Chunk | None, State]] = deque()
         self._drawn = 0  # chunks drawn of the window that is being read ahead
         self._source_ended = False
         self._queue: deque[Measured | _WindowEnd] = deque()
@@ -186,13 +189,12 @@ class Lane:
             self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
             return
         self._tasks -= 1
-        for item in head.result():
-            self._seen += 1
-            self._barren += 1
-            if isinstance(item, Skip):
-                self._count_skip(item)
-            elif sequences := push(self._accumulators, item):
-                self._emit(sequences)
+        items = head.result()
+        if isinstance(items, Block) and hasattr(self._accumulators[0], "push_block"):
+            self._take_block(items)
+        else:
+            for item in items:
+                self._take(item)
         if self._barren > self._plan.barren_records:
             raise DataQualityError(
                 f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
@@ -200,8 +202,29 @@ class Lane:
                 "schema, the filters and max_length."
             )
 
+    def _take(self, item: AnyRecord | Skip) -> None:
+        self._seen += 1
+        self._barren += 1
+        if isinstance(item, Skip):
+            self._count_skip(item)
+        elif sequences := push(self._accumulators, item):
+            self._emit(sequences)
+
+    def _take_block(self, block: Block) -> None:
+        """Take rows that the first operator takes by the block, those between two skips at once."""
+        first: Any = self._accumulators[0]
+        start = 0
+        for stop in (*block.gaps, len(block)):
+            self._seen += stop - start
+            self._barren += stop - start
+            for item in first.push_block(block, start, stop):
+                self._emit(push(self._accumulators[1:], item))
+            if stop < len(block):
+                self._take(block[stop])
+            start = stop + 1
+
     def _draw(self) -> None:
-        chunk, self._state = self._plan.source.next(self._state, self._plan.chunk_size)
+        chunk, self._state = self._next()
         if chunk is None:
             self._source_ended = True
             self._queue.append(_WindowEnd())
@@ -215,6 +238,17 @@ class Lane:
             self._queue.append(_WindowEnd())
             self._next_states.append(self._state)
             self._drawn = 0
+
+    def _next(self) -> tuple[Chunk | None, State]:
+        """Return the next chunk and the state after it; ask for the data of those that follow."""
+        ahead = self._plan.ahead
+        while len(self._coming) <= (CHUNKS_AHEAD if ahead else 0):
+            state = self._coming[-1][1] if self._coming else self._state
+            chunk, state = self._plan.source.next(state, self._plan.chunk_size)
+            self._coming.append((chunk, state))
+            if ahead and chunk is not None:
+                ahead.measured(chunk.refs)
+        return self._coming.popleft()
 
     def _begin_window(self, number: int, state: State) -> None:
         self._accumulators = self._plan.accumulators(self.number, number)

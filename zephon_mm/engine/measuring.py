@@ -7,7 +7,7 @@ Laws (tests/engine/test_measuring.py):
 Imports: engine.schedule, engine.tasks, index, records. Used by: engine.planner.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from zephon_mm.engine.schedule import Priority, TaskQueue
 from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.index import Index
-from zephon_mm.records import AnyRecord, Skip
+from zephon_mm.records import AnyRecord, Block, Skip
 
-Items = list[AnyRecord | Skip]
+Items = Block | Sequence[AnyRecord | Skip]
 
 
 class Measured(Protocol):
@@ -41,8 +41,8 @@ class Measured(Protocol):
 class _Known:
     """Records out of the index."""
 
-    def __init__(self, items: Any) -> None:
-        self._items: Items = items
+    def __init__(self, items: Items) -> None:
+        self._items = items
 
     def done(self) -> bool:
         return True
@@ -58,7 +58,7 @@ class _Asked:
     """Records of which a task measures those that the index does not know."""
 
     def __init__(
-        self, index: Index, items: list[Any], unknown: list[int], task: "Future[Items]"
+        self, index: Index, items: list[Any], unknown: list[int], task: "Future[Any]"
     ) -> None:
         self._index = index
         self._items = items
@@ -69,7 +69,7 @@ class _Asked:
 
     def result(self) -> Items:
         """Join both; the driver's thread calls this once, so it may fill the index."""
-        results: Any = self._task.result()
+        results = self._task.result()
         self._index.add(results)
         for place, result in zip(self._unknown, results, strict=True):
             self._items[place] = result
@@ -92,18 +92,21 @@ class Measuring:
 
     def __call__(self, priority: Priority, refs: NDArray[np.int64]) -> Iterator[Measured]:
         """Yield the chunk's records, in parts that follow one another."""
-        found = [None] * len(refs) if self._index is None else self._index.lookup(refs)
-        if refs.size and None not in found:
-            yield _Known(found)
+        if self._index is None:
+            for at in range(0, len(refs), self._task_rows):
+                part = refs[at : at + self._task_rows]
+                yield self.queue.submit(priority, measure, part, poisoned_sample)
             return
+        block = self._index.lookup(refs)
+        if Block.UNKNOWN not in block.num_tokens:
+            yield _Known(block)
+            return
+        found = list(block)
         for at in range(0, len(refs), self._task_rows):
-            yield self._part(
-                priority, refs[at : at + self._task_rows], found[at : at + self._task_rows]
-            )
+            yield self._part(priority, refs[at:][: self._task_rows], found[at:][: self._task_rows])
 
     def _part(self, priority: Priority, refs: NDArray[np.int64], found: list[Any]) -> Measured:
-        if self._index is None:
-            return self.queue.submit(priority, measure, refs, poisoned_sample)
+        assert self._index is not None
         unknown = [place for place, item in enumerate(found) if item is None]
         if not unknown:
             return _Known(found)

@@ -137,7 +137,7 @@ def _hand_out(owners: Sequence[tuple[Pending, Target]], task: "Future[list[Any]]
 def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tuple[str, ...]:
     """Return the names of the samples in a sequence, in order."""
     refs = [piece.record.ref for piece in sequence.pieces]
-    return tuple(datasets[ref.dataset].row_name(ref.shard, ref.row) for ref in refs)
+    return tuple(datasets[ref.dataset].key(ref.shard, ref.row) for ref in refs)
 
 
 def jobs_of(

@@ -150,7 +150,7 @@ def _samples(context: Context, wanted: Sequence[SampleRef]) -> list[Sample | Sam
         dataset = context.datasets[number]
         rows = [wanted[position].row for position in positions]
         read = partial(dataset.reader.read, shard, rows)
-        samples = _persistently(read, dataset.row_name(shard, rows[0]))
+        samples = persistently(read, dataset.row_name(shard, rows[0]))
         found.update(zip(positions, samples, strict=True))
     return [found[position] for position in range(len(wanted))]
 
@@ -164,7 +164,7 @@ def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> R
             return Skip(ref, "filtered", f"{name}: dropped by the user", False)
 
         def read(blob: Blob, size: int) -> bytes:
-            return _persistently(partial(read_blob, dataset, blob, size), name)
+            return persistently(partial(read_blob, dataset, blob, size), name)
 
         return context.interleave.measure(ref, document, read)
     except SampleError as error:
@@ -219,7 +219,7 @@ def _write_image(context: Context, job: ImageJob, blob: Blob) -> Failure | NDArr
     name = _name(context, job.ref)
     shared = job.offset >= 0 and context.arena is not None
     try:
-        encoded = _persistently(partial(read_blob, context.datasets[job.ref.dataset], blob), name)
+        encoded = persistently(partial(read_blob, context.datasets[job.ref.dataset], blob), name)
         if shared:
             out = context.arena.view(job.offset, math.prod(job.shape)).reshape(job.shape)  # type: ignore[union-attr]
         else:
@@ -278,7 +278,7 @@ def _stale(context: Context, ref: SampleRef, found: str) -> StaleIndexError:
     )
 
 
-def _persistently(action: Callable[[], T], name: str) -> T:
+def persistently(action: Callable[[], T], name: str) -> T:
     """Call an action that reads; after an OSError wait and try again, then name the sample."""
     for delay_s in RETRY_DELAYS_S:
         try:

@@ -23,13 +23,14 @@ Cost: O(log lookahead) comparisons a record; 240,000 to 520,000 records/s seen. 
 Imports: errors, records. Used by: engine, pipeline.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.records import AnyRecord, Piece, Policy, Sequence
+from zephon_mm.records import AnyRecord, Block, Piece, Policy, Sequence
 from zephon_mm.tables import check_types
 
 Report = Callable[[str, AnyRecord], None]
@@ -94,31 +95,62 @@ class BestFitPacker:
         self._report = report
         self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
         self._keys: list[int] = []  # ascending
-        self._records: dict[int, AnyRecord] = {}  # by arrival
-        self._pushed = self._oldest = 0  # arrivals: the next one, one not after those held
+        self._sizes: list[int] = []  # by arrival: tokens of what is held, else 0
+        self._oldest = 0  # no arrival before it is held
         self._tokens = 0  # of all that is held
         self._oldest_first = True
+        # Records by arrival: block n has those from starts[n] on, at arrival - offsets[n].
+        self._blocks: list[Block | Values[AnyRecord]] = []
+        self._starts: list[int] = []
+        self._offsets: list[int] = []
 
     def push(self, record: AnyRecord) -> list[Sequence]:
         """Place one record; return the sequence that closes, if any."""
         size = record.num_tokens
-        config = self._config
-        if size > config.max_length or record.num_images > self._max_images:
-            size = fit_one(record, config, self._report)
-            if not size:
-                return []
-        insort(self._keys, (size << _BITS) + _MASK - self._pushed)
-        self._records[self._pushed] = record
-        self._pushed += 1
+        if size > self._config.max_length or record.num_images > self._max_images:
+            size = fit_one(record, self._config, self._report)
+        if not size:
+            return []
+        self._begin([record], 0)
+        closed = self._add(size)
+        return [] if closed is None else [closed]
+
+    def push_block(self, block: Block, start: int, stop: int) -> list[Sequence]:
+        """Place the rows `[start, stop)` of a block, all of them records; return what closes."""
+        closed = []
+        max_length, max_images = self._config.max_length, self._max_images
+        self._begin(block, start)
+        for row in range(start, stop):
+            size = block.num_tokens[row]
+            if size > max_length or block.num_images[row] > max_images:
+                record: Any = block[row]
+                size = fit_one(record, self._config, self._report)
+                if not size:
+                    self._begin(block, row + 1)
+                    continue
+            if (sequence := self._add(size)) is not None:
+                closed.append(sequence)
+        return closed
+
+    def _begin(self, block: Block | Values[AnyRecord], row: int) -> None:
+        """Take a block whose row `row` arrives next."""
+        self._blocks.append(block)
+        self._starts.append(len(self._sizes))
+        self._offsets.append(len(self._sizes) - row)
+
+    def _add(self, size: int) -> Sequence | None:
+        """Hold what arrives next, its first `size` tokens; return what closes, if anything."""
+        insort(self._keys, (size << _BITS) + _MASK - len(self._sizes))
+        self._sizes.append(size)
         self._tokens += size
         # Below a few sequences' worth of tokens even the best choice fills badly.
-        if self._tokens < _MIN_HELD * config.max_length:
-            return []
-        held = min(config.lookahead, _MIN_RECORDS + self._pushed // 2)
-        if len(self._keys) <= held:
-            return []
+        if self._tokens < _MIN_HELD * self._config.max_length:
+            return None
+        held = len(self._keys)
+        if held <= _MIN_RECORDS + len(self._sizes) // 2 and held <= self._config.lookahead:
+            return None
         self._oldest_first = not self._oldest_first
-        return [self._close(self._take_oldest() if self._oldest_first else self._keys.pop())]
+        return self._close(self._take_oldest() if self._oldest_first else self._keys.pop())
 
     def flush(self) -> list[Sequence]:
         """Return all that is held, packed with nothing left to wait for."""
@@ -135,21 +167,33 @@ class BestFitPacker:
                 insort(self._keys, key)
             mixed = self._fill_mixed(first, free)
             taken = self._fill(first)[0] if mixed is None else mixed
-        arrivals = sorted([(_MASK - (key & _MASK), key >> _BITS) for key in (first, *taken)])
-        pieces = [Piece(self._records.pop(arrival), 0, size) for arrival, size in arrivals]
-        self._tokens -= sum([size for _, size in arrivals])
+        pieces = [
+            self._release(arrival)
+            for arrival in sorted([_MASK - (key & _MASK) for key in (first, *taken)])
+        ]
+        self._tokens -= sum([piece.stop for piece in pieces])
         return Sequence(tuple(pieces))
 
     def _take_oldest(self) -> int:
-        """Take the record that is held longest."""
-        while self._oldest not in self._records:
+        """Take the key of what is held longest."""
+        while not self._sizes[self._oldest]:
             self._oldest += 1
-        low = _MASK - self._oldest  # of its key; the high bits are its length, as it was cut
-        size = self._records[self._oldest].num_tokens
-        at = bisect_left(self._keys, (size << _BITS) + low)
-        if at == len(self._keys) or self._keys[at] & _MASK != low:
-            at = next(at for at, key in enumerate(self._keys) if key & _MASK == low)
-        return self._keys.pop(at)
+        key = (self._sizes[self._oldest] << _BITS) + _MASK - self._oldest
+        return self._keys.pop(bisect_left(self._keys, key))
+
+    def _piece(self, arrival: int) -> Piece:
+        block = bisect_right(self._starts, arrival) - 1
+        record: Any = self._blocks[block][arrival - self._offsets[block]]
+        return Piece(record, 0, self._sizes[arrival])
+
+    def _release(self, arrival: int) -> Piece:
+        """Return what is held, and hold it no longer."""
+        piece = self._piece(arrival)
+        self._sizes[arrival] = 0
+        block = bisect_right(self._starts, arrival) - 1
+        if not isinstance(self._blocks[block], Block):
+            self._blocks[block] = ()  # its one record may go
+        return piece
 
     def _fill(self, first: int) -> tuple[list[int], int]:
         """Take the longest that fits beside `first`, again and again; return keys, free tokens."""
@@ -199,7 +243,7 @@ class BestFitPacker:
         """Return the images of a held record; 0 where there is no limit, to save the look-up."""
         if self._max_images == _NO_LIMIT:
             return 0
-        return Piece(self._records[_MASK - (key & _MASK)], 0, key >> _BITS).num_images
+        return self._piece(_MASK - (key & _MASK)).num_images
 
 
 class WrapPacker:
