@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from zephon_mm.readers.imagerefs import Place, place_name
 from zephon_mm.records import Column, RowBlob
+
+pc: Any = pyarrow.compute  # it makes its functions when it is imported: no type checker sees them
 
 NULLS = b"zephon_mm.nulls"
 """Key in a schema's metadata: JSON of the nulls in the bytes of each image column, if known."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
@@ -36,6 +36,8 @@ from zephon_mm.protocols import Sample
 from zephon_mm.readers.arrowtable import to_column
 from zephon_mm.readers.lancesource import blobs, describe, run, take
 from zephon_mm.records import Column, RowBlob
+
+pc: Any = pyarrow.compute  # it makes its functions when it is imported: no type checker sees them
 
 _KEYS = ("__key__", "id", "key")
 _MANIFEST_END = b"LANC"

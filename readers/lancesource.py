@@ -141,6 +141,7 @@ def _dataset(source: Source) -> Any:
     """Return the dataset as this process opened it."""
     import lance
 
+    dataset: Any = None
     try:
         found = describe(source.uri, source.version).source.digest
         dataset = lance.dataset(source.uri, version=source.version)

@@ -33,7 +33,7 @@ _NUMBERS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )
-_FORMATS = dict.fromkeys(("1", "L", "LA", "RGB", "RGBA", "I;16"), "PNG")
+_FORMATS: dict[str, str] = dict.fromkeys(("1", "L", "LA", "RGB", "RGBA", "I;16"), "PNG")
 _FORMATS |= dict.fromkeys(("CMYK", "YCbCr", "LAB", "I", "F"), "TIFF")
 _DEFECTS = (ValueError, LookupError, ArithmeticError, RecursionError, TypeError, EOFError)
 _PICKLE_DEFECTS = (pickle.UnpicklingError, AttributeError, ImportError)

@@ -156,7 +156,7 @@ class ParquetReader:
         keys = [name for name in _KEYS if name in stored]
         taken = table.take([name for name in stored if name in {*wanted, *keys}], numbers)
         columns = {name: _listed(array) for name, array in taken.items()}
-        refs = list(IMAGE_FIELDS)
+        refs: list[str] = list(IMAGE_FIELDS)
         for name in set(wanted) & set(table.images):
             columns[name] = self._pictures(shard, name, numbers.tolist(), refs)
         samples: list[Sample | SampleError] = []
