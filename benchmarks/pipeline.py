@@ -37,13 +37,15 @@ IMAGE_PX = 384
 WINDOW = 8 * 2048  # samples between two flush sentinels of all lanes
 
 
-def build(data: Path, runner: str, workers: int, cache_dir: str | None = None) -> Pipeline:
+def build(
+    data: Path, runner: str, workers: int, cache_dir: str | None = None, index: str = "off"
+) -> Pipeline:
     """Return the README's pipeline on the benchmark's photographs."""
     photos = Dataset.from_path("photos", data, cache_dir=cache_dir)
     source = StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42)
     return (
         Pipeline(source)
-        .options(canonical_replicas=8, runner=runner, workers=workers)
+        .options(canonical_replicas=8, runner=runner, workers=workers, index=index)
         .interleave(
             tokenizer=data.with_name("tokenizer"),
             image_processor=SigLIPProcessor(size=IMAGE_PX, patch_size=14),
@@ -54,10 +56,13 @@ def build(data: Path, runner: str, workers: int, cache_dir: str | None = None) -
     )
 
 
-def run_pipeline(data: Path, runner: str, workers: int, count: int) -> dict[str, float]:
+def run_pipeline(data: Path, runner: str, workers: int, count: int, index: str) -> dict[str, float]:
     """Return samples per second delivered to a consumer that only takes batches."""
     began = time.perf_counter()
-    with build(data, runner, workers) as pipeline:
+    with build(data, runner, workers, index=index) as pipeline:
+        if index != "off":
+            pipeline.build_index(progress=False)
+        began = time.perf_counter()
         batches = iter(pipeline)
         next(batches)
         first_s = time.perf_counter() - began
@@ -121,7 +126,7 @@ def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float
 def one(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Run one contender in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(args.data)]
-    for name in ("workers", "seconds", "count"):
+    for name in ("workers", "seconds", "count", "index"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--one", kind]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -158,6 +163,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=WINDOW, help="samples of a pipeline run")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--runners", default="process,thread")
+    parser.add_argument("--index", choices=["off", "read", "fill"], default="off")
     parser.add_argument(
         "--short", action="store_true", help="500 samples, 2 pairs, a part of a window"
     )
@@ -166,7 +172,7 @@ def main() -> None:
     if args.one == "bare":
         print(json.dumps(run_bare(args.data, args.workers, args.seconds)))
     elif args.one:
-        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.count)))
+        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.count, args.index)))
     else:
         if args.short:
             args.samples, args.pairs, args.seconds, args.count = 500, 2, 5.0, 4000

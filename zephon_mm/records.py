@@ -339,7 +339,7 @@ class Block:
         self._refs = refs
         self._stores = stores
         self.num_tokens: list[int]
-        self.num_tokens, self.num_images, self._valid, self._which, self._at = columns.tolist()
+        self.num_tokens, self.num_images, self.num_valid, self._which, self._at = columns.tolist()
         self.gaps: list[int] = np.flatnonzero(columns[0] <= 0).tolist()
         """Rows without a record, ascending."""
 
@@ -359,8 +359,8 @@ class Block:
         store, at = self._stores[self._which[row]], self._at[row]
         if size <= 0:
             return store.skip(at, SampleRef._make(self._refs[row].tolist()))
-        counts = size, self.num_images[row], self._valid[row]
-        return IndexedRecord(*counts, store, at, self._refs, row)
+        valid = self.num_valid[row]
+        return IndexedRecord(size, self.num_images[row], valid, store, at, self._refs, row)
 
 
 class Piece(NamedTuple):
@@ -399,25 +399,67 @@ class Piece(NamedTuple):
                 yield image
 
 
-class Sequence(NamedTuple):
-    """One packed training example: pieces in order, at most `max_length` tokens in all."""
+class Sequence:
+    """One packed training example: pieces in order, at most `max_length` tokens in all.
 
-    pieces: tuple[Piece, ...]
+    Args:
+        pieces: In order.
+        rows: Or what pieces are made of when they are asked for, which only the rank does that
+            delivers them: a block, a row of it, and how many of the record's tokens are taken,
+            again and again.
+    """
+
+    __slots__ = ("_pieces", "_rows")
+
+    def __init__(self, pieces: tuple[Piece, ...] = (), *, rows: Values[Any] = ()) -> None:
+        self._pieces = None if rows else pieces
+        self._rows = rows
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in order."""
+        if self._pieces is None:
+            self._pieces = tuple([Piece(block[row], 0, size) for block, row, size in self._each()])
+        return self._pieces
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all pieces, without padding."""
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        if self._pieces is None:
+            return sum(self._rows[2::3])
+        return sum([piece.stop - piece.start for piece in self._pieces])
 
     @property
     def num_valid_tokens(self) -> int:
         """Tokens that carry loss."""
-        return sum(piece.num_valid_tokens for piece in self.pieces)
+        if self._pieces is not None:
+            return sum([piece.num_valid_tokens for piece in self._pieces])
+        total = 0
+        for block, row, size in self._each():
+            if type(block) is Block and block.num_tokens[row] == size:
+                total += block.num_valid[row]
+            else:
+                total += Piece(block[row], 0, size).num_valid_tokens
+        return total
 
     @property
     def num_images(self) -> int:
         """Images of all pieces."""
-        return sum(piece.num_images for piece in self.pieces)
+        return sum([piece.num_images for piece in self.pieces])
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the pieces."""
+        return isinstance(other, Sequence) and self.pieces == other.pieces
+
+    __hash__ = None  # type: ignore[assignment]  # like a list of its pieces
+
+    def __repr__(self) -> str:
+        """Show the pieces."""
+        return f"Sequence({self.pieces!r})"
+
+    def _each(self) -> Iterator[tuple[Any, int, int]]:
+        rows = self._rows
+        return zip(rows[::3], rows[1::3], rows[2::3], strict=True)
 
 
 State = tuple[int | str, ...]

@@ -167,12 +167,12 @@ class BestFitPacker:
                 insort(self._keys, key)
             mixed = self._fill_mixed(first, free)
             taken = self._fill(first)[0] if mixed is None else mixed
-        pieces = [
-            self._release(arrival)
-            for arrival in sorted([_MASK - (key & _MASK) for key in (first, *taken)])
-        ]
-        self._tokens -= sum([piece.stop for piece in pieces])
-        return Sequence(tuple(pieces))
+        arrivals = sorted([_MASK - (key & _MASK) for key in (first, *taken)])
+        self._tokens -= (first >> _BITS) + sum([key >> _BITS for key in taken])
+        rows: list[Any] = []
+        for arrival in arrivals:
+            rows += self._release(arrival)
+        return Sequence(rows=rows)
 
     def _take_oldest(self) -> int:
         """Take the key of what is held longest."""
@@ -181,19 +181,14 @@ class BestFitPacker:
         key = (self._sizes[self._oldest] << _BITS) + _MASK - self._oldest
         return self._keys.pop(bisect_left(self._keys, key))
 
-    def _piece(self, arrival: int) -> Piece:
-        block = bisect_right(self._starts, arrival) - 1
-        record: Any = self._blocks[block][arrival - self._offsets[block]]
-        return Piece(record, 0, self._sizes[arrival])
-
-    def _release(self, arrival: int) -> Piece:
-        """Return what is held, and hold it no longer."""
-        piece = self._piece(arrival)
-        self._sizes[arrival] = 0
-        block = bisect_right(self._starts, arrival) - 1
-        if not isinstance(self._blocks[block], Block):
-            self._blocks[block] = ()  # its one record may go
-        return piece
+    def _release(self, arrival: int) -> tuple[Any, int, int]:
+        """Return block, row and tokens of what is held, and hold it no longer."""
+        number = bisect_right(self._starts, arrival) - 1
+        block = self._blocks[number]
+        if type(block) is list:
+            self._blocks[number] = ()  # its one record may go
+        size, self._sizes[arrival] = self._sizes[arrival], 0
+        return block, arrival - self._offsets[number], size
 
     def _fill(self, first: int) -> tuple[list[int], int]:
         """Take the longest that fits beside `first`, again and again; return keys, free tokens."""
@@ -243,7 +238,10 @@ class BestFitPacker:
         """Return the images of a held record; 0 where there is no limit, to save the look-up."""
         if self._max_images == _NO_LIMIT:
             return 0
-        return self._piece(_MASK - (key & _MASK)).num_images
+        arrival = _MASK - (key & _MASK)
+        number = bisect_right(self._starts, arrival) - 1
+        record: Any = self._blocks[number][arrival - self._offsets[number]]
+        return Piece(record, 0, key >> _BITS).num_images
 
 
 class WrapPacker:
