@@ -200,13 +200,25 @@ def record_of(
 
 
 def extents_of(record: "AnyRecord") -> list[int]:
-    """Return all of a record but its tokens as integers; `IndexedRecord` reads them."""
-    found = [len(record.trained_runs)]
+    """Return all of a record but its tokens as integers, for `parsed`."""
+    found = [len(record.trained_runs), len(record.images)]
     for image in record.images:
         found += (image.start, image.num_tokens, len(image.shape), *image.shape)
     for run in (*record.trained_runs, *record.uncut):
         found += run
     return found
+
+
+def parsed(extents: Values[int]) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
+    """Return images, trained runs and uncut ranges out of `extents_of` a record."""
+    num_trained, num_images = extents[:2]
+    images, at = [], 2
+    for _ in range(num_images):
+        start, num_tokens, dims = extents[at : at + 3]
+        at += 3 + dims
+        images.append(ImageSlot(None, start, num_tokens, tuple(extents[at - dims : at])))
+    runs = tuple(zip(extents[at::2], extents[at + 1 :: 2], strict=True))
+    return tuple(images), runs[:num_trained], runs[num_trained:]
 
 
 class Store(Protocol):
@@ -292,15 +304,7 @@ class IndexedRecord:
 
     def _parts(self) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
         if self._parsed is None:
-            values = self._store.extents(self._at)
-            num_trained = values[0]
-            images, at = [], 1
-            for _ in range(self.num_images):
-                start, num_tokens, dims = values[at : at + 3]
-                at += 3 + dims
-                images.append(ImageSlot(None, start, num_tokens, tuple(values[at - dims : at])))
-            runs = tuple(zip(values[at::2], values[at + 1 :: 2], strict=True))
-            self._parsed = tuple(images), runs[:num_trained], runs[num_trained:]
+            self._parsed = parsed(self._store.extents(self._at))
         return self._parsed
 
 

@@ -9,7 +9,7 @@ Imports: batch, io, ops, processors.documents, records. Used by: engine.planner,
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -25,7 +25,16 @@ from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.processors.documents import Schema, SchemaName, fields_of, schema_of, to_document
 from zephon_mm.protocols import ImageProcessor, Sample
-from zephon_mm.records import Blob, Document, Image, Record, SampleRef, Skip, extents_of
+from zephon_mm.records import (
+    Blob,
+    Document,
+    Image,
+    MediaShape,
+    Record,
+    SampleRef,
+    Skip,
+    parsed,
+)
 from zephon_mm.shm.arena import Arena
 
 RETRY_DELAYS_S = (0.05, 0.5, 2.0)
@@ -193,81 +202,109 @@ def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
     """
     again = list(dict.fromkeys(job.ref for job in jobs if not _has_blob(job)))
     samples = dict(zip(again, _samples(context, again), strict=True))
-    return [_materialize(context, job, samples) for job in jobs]
+    # Texts first: a tokenizer that images have driven out of the caches takes twice as long.
+    order = sorted(range(len(jobs)), key=lambda at: isinstance(jobs[at], ImageJob))
+    results = {at: _materialize(context, jobs[at], samples) for at in order}
+    return [results[at] for at in range(len(jobs))]
 
 
 def _has_blob(job: Job) -> bool:
     return isinstance(job, ImageJob) and job.blob is not None
 
 
-def _materialize(context: Context, job: Job, samples: Mapping[SampleRef, Any]) -> Any:
-    name = _name(context, job.ref)
+def _materialize(context: Context, job: Job, samples: dict[SampleRef, Any]) -> Any:
     try:
-        if isinstance(job, TextJob):
-            return _write_text(context, job, samples[job.ref])
-        blob = job.blob
-        if blob is None:
-            blob = _blob_again(context, job, samples[job.ref])
-        return _write_image(context, job, blob)
+        if _has_blob(job):
+            return _write_image(context, job)
+        if not isinstance(samples[job.ref], Document):  # the next job of the sample finds it here
+            samples[job.ref] = _document_again(context, job.ref, samples[job.ref])
+        write = _write_text if isinstance(job, TextJob) else _write_image
+        return write(context, job, samples[job.ref])
     except Exception as error:
-        error.add_note(f"while decoding sample {name}")
+        error.add_note(f"while decoding sample {_name(context, job.ref)}")
         raise
 
 
-def _write_image(context: Context, job: ImageJob, blob: Blob) -> Failure | NDArray[np.uint8] | None:
-    assert context.image_processor is not None
+def _document_again(context: Context, ref: SampleRef, sample: Sample | SampleError) -> Document:
+    """Return the document of a sample that the index says to be sound."""
+    try:
+        document = _document(context, ref.dataset, sample)
+    except SampleError as error:
+        raise _stale(context, ref, error.message) from error
+    if document is None:
+        raise _stale(context, ref, "it is dropped by the user")
+    return document
+
+
+def _write_image(
+    context: Context, job: Any, document: Document | None = None
+) -> Failure | NDArray[np.uint8] | None:
+    """Decode an image; with a document, the image is its, and must have the shape that is known."""
+    processor = context.image_processor
+    assert processor is not None
     name = _name(context, job.ref)
+    blob = job.blob
+    if document is not None:
+        images = [segment for segment in document.segments if isinstance(segment, Image)]
+        blob = images[job.number].blob if job.number < len(images) else None
+        if blob is None:
+            raise _stale(context, job.ref, f"it has {len(images)} images")
     shared = job.offset >= 0 and context.arena is not None
     try:
         encoded = persistently(partial(read_blob, context.datasets[job.ref.dataset], blob), name)
+        if document is not None:
+            _check_shape(context, job, encoded)
         if shared:
             out = context.arena.view(job.offset, math.prod(job.shape)).reshape(job.shape)  # type: ignore[union-attr]
         else:
             out = np.empty(job.shape, dtype=np.uint8)
-        context.image_processor.write(encoded, out)
+        processor.write(encoded, out)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
     return None if shared else out
 
 
-def _blob_again(context: Context, job: ImageJob, sample: Sample | SampleError) -> Blob:
-    """Return the blob of an image that the index told only the shape of."""
+def _check_shape(context: Context, job: ImageJob, encoded: bytes) -> None:
+    """Raise a StaleIndexError unless an image's header says what the index does."""
+    assert context.image_processor is not None
     try:
-        document = _document(context, job.ref.dataset, sample)
+        found = context.image_processor.measure(lambda n: encoded[:n] if n >= 0 else encoded)
     except SampleError as error:
         raise _stale(context, job.ref, error.message) from error
-    images = [s for s in document.segments if isinstance(s, Image)] if document else []
-    if job.number >= len(images):
-        raise _stale(context, job.ref, f"it has {len(images)} images")
-    return images[job.number].blob
+    if tuple(found.shape) != tuple(job.shape):
+        raise _stale(context, job.ref, f"an image gives {found.shape}, the index has {job.shape}")
 
 
-def _write_text(
-    context: Context, job: TextJob, sample: Sample | SampleError
-) -> list[NDArray[Any]] | None:
+def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[Any]] | None:
     """Tokenize a sample again and write the tokens of a piece of it."""
-    record = _record(context, job.ref, sample)
-    if isinstance(record, Skip):
-        raise _stale(context, job.ref, record.message)
-    extents = np.array(extents_of(record), dtype=np.int32).tobytes()
-    if record.num_tokens != job.num_tokens or extents != job.extents:
-        raise _stale(
-            context,
-            job.ref,
-            f"it gives {record.num_tokens} tokens and {record.num_images} images, the index has "
-            f"{job.num_tokens} tokens",
-        )
+    images, trained, uncut = parsed(np.frombuffer(job.extents, dtype=np.int32).tolist())
+    num_images = sum(isinstance(segment, Image) for segment in document.segments)
+    if num_images != len(images):
+        raise _stale(context, job.ref, f"it has {num_images} images, the index has {len(images)}")
+    shapes = [MediaShape(image.num_tokens, image.shape) for image in images]
+    try:
+        record = context.interleave.measure(job.ref, document, _read_nothing, shapes)
+    except SampleError as error:
+        raise _stale(context, job.ref, error.message) from error
+    starts = [image.start for image in record.images]
+    if (record.num_tokens, starts, record.trained_runs, record.uncut) != (
+        *(job.num_tokens, [image.start for image in images], trained, uncut),
+    ):
+        found = f"it gives {record.num_tokens} tokens, the index has {job.num_tokens}"
+        raise _stale(context, job.ref, found)
     size = job.stop - job.start
     if job.offsets is None or context.arena is None:
         arrays = [np.empty(size, dtype=dtype) for dtype in TOKEN_DTYPES]
         write_piece(record, job.start, job.stop, job.segment, arrays)
         return arrays
     places = zip(job.offsets, TOKEN_DTYPES, strict=True)
-    arrays = [
-        context.arena.view(offset, size * dtype.itemsize).view(dtype) for offset, dtype in places
-    ]
+    arrays = [context.arena.view(at, size * kind.itemsize).view(kind) for at, kind in places]
     write_piece(record, job.start, job.stop, job.segment, arrays)
     return None
+
+
+def _read_nothing(blob: Blob, size: int) -> bytes:
+    raise AssertionError("the shapes of all images are known")
 
 
 def _stale(context: Context, ref: SampleRef, found: str) -> StaleIndexError:

@@ -9,7 +9,7 @@ Laws:
 Imports: errors, protocols, records, ops.tokenizer. Used by: ops.tokenize, engine, pipeline.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.protocols import ImageProcessor
-from zephon_mm.records import Blob, Document, Image, ImageSlot, Record, SampleRef
+from zephon_mm.records import Blob, Document, Image, ImageSlot, MediaShape, Record, SampleRef
 
 ReadBlob = Callable[[Blob, int], bytes]
 """`read(blob, n)` gives the first n bytes of a blob; all of it for n = -1."""
@@ -47,8 +47,20 @@ class Interleave:
                 "it with eos='...', or set eos=False."
             )
 
-    def measure(self, ref: SampleRef, document: Document, read: ReadBlob) -> Record:
+    def measure(
+        self,
+        ref: SampleRef,
+        document: Document,
+        read: ReadBlob,
+        known: Sequence[MediaShape] | None = None,
+    ) -> Record:
         """Return the record of a document.
+
+        Args:
+            ref: Where the sample is stored.
+            document: What it holds.
+            read: Gives a blob's first bytes.
+            known: What the headers of its images say, as many as there are; None reads them.
 
         Raises:
             SampleError: An image is defective, or the document has neither text nor images.
@@ -62,7 +74,8 @@ class Interleave:
         for segment in document.segments:
             start = len(ids) + placeholders
             if isinstance(segment, Image):
-                slots.append(self._image(ids, segment, read, placeholders))
+                shape = self._shape(segment, read) if known is None else known[len(slots)]
+                slots.append(self._image(ids, segment, shape, placeholders))
                 placeholders += slots[-1].num_tokens
                 uncut.append((start, len(ids) + placeholders))
             else:
@@ -98,19 +111,22 @@ class Interleave:
             "eos": self.eos,
         }
 
-    def _image(self, ids: list[int], image: Image, read: ReadBlob, placeholders: int) -> ImageSlot:
-        """Append an image's start and end tokens to `ids`; return where its placeholders are."""
+    def _shape(self, image: Image, read: ReadBlob) -> MediaShape:
         if self.image_processor is None:
             raise ConfigError(
                 "a document has an image, but there is no image processor. Give one: "
                 ".interleave(image_processor=SigLIPProcessor(...)), or use .tokenize() for text."
             )
-        blob = image.blob
-        num_tokens, shape = self.image_processor.measure(lambda size: read(blob, size))
+        return self.image_processor.measure(lambda size: read(image.blob, size))
+
+    def _image(
+        self, ids: list[int], image: Image, shape: MediaShape, placeholders: int
+    ) -> ImageSlot:
+        """Append an image's start and end tokens to `ids`; return where its placeholders are."""
         start_id, end_id = self.tokenizer.start_id, self.tokenizer.end_id
         if start_id is not None:
             ids.append(start_id)
         start = len(ids) + placeholders
         if end_id is not None:
             ids.append(end_id)
-        return ImageSlot(blob, start, num_tokens, shape)
+        return ImageSlot(image.blob, start, *shape)

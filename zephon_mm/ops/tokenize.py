@@ -49,7 +49,9 @@ class Tokenize:
             )
         return Document((Text(value),), str(sample.get("__key__", "")))
 
-    def measure(self, ref: SampleRef, document: Document, read: ReadBlob) -> Record:
+    def measure(
+        self, ref: SampleRef, document: Document, read: ReadBlob, known: Any = None
+    ) -> Record:
         """Return the record of a document of text.
 
         Raises:
