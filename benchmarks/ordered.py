@@ -85,6 +85,7 @@ class Unordered(Driver):
             raise item.error
         self._count(item)
         batch = item.delivered()
+        item.ready = None  # type: ignore[assignment]  # it holds the item: a cycle that holds a slab
         self._taken += 1
         if self._bell.armed or self._is_low():
             self._wake()
