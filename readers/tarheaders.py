@@ -123,7 +123,8 @@ def _has_checksum(header: bytes) -> bool:
     if len(header) < _BLOCK:
         return False
     digits = header[148:156].strip(b"\0 ")
-    return digits.isdigit() and sum(header) - sum(header[148:156]) + 256 == int(digits, 8)
+    octal = digits != b"" and not digits.strip(b"01234567")
+    return octal and sum(header) - sum(header[148:156]) + 256 == int(digits, 8)
 
 
 def _number(field: bytes, at: int, path: str) -> int:

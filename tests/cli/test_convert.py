@@ -175,11 +175,11 @@ def test_a_defective_row_is_named_or_left_out_and_counted(
 def test_a_field_that_the_format_cannot_hold_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixed = [{"jpg": picture(1), "txt": b"a"}, {"png": picture(2, "PNG"), "txt": b"b"}]
-    source = write_tar(tmp_path / "source" / "0.tar", mixed)
+    lacking = [{"txt": b"a"}, {"jpg": picture(2), "txt": b"b"}]
+    source = write_tar(tmp_path / "source" / "0.tar", lacking)
     for fmt in ("mds", "litdata"):
         assert convert(source, tmp_path / fmt, "--to", fmt) == 2
-        assert "source/0.tar/0: [unfit_field] field 'png' is 'None'" in capsys.readouterr().err
+        assert "source/0.tar/0: [unfit_field] field 'jpg' is 'None'" in capsys.readouterr().err
     assert convert(source, tmp_path / "parquet", "--to", "parquet") == 0
     assert convert(tmp_path / "parquet", tmp_path / "tar", "--to", "webdataset") == 0
     assert read(tmp_path / "tar") == read(source)
@@ -272,3 +272,22 @@ def test_keys_that_no_member_can_have_become_numbers(tmp_path: Path) -> None:
     assert convert(source, tmp_path / "tar", "--to", "webdataset") == 0
     (found,) = read(tmp_path / "tar")
     assert [row["text"] for row in found] == [f"t{n}" for n in range(6)]
+
+
+@pytest.mark.parametrize("fmt", ["mds", "litdata"])
+def test_pictures_of_several_formats_become_one_field(fmt: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with tarfile.open(source / "0.tar", "w") as tar:
+        for number in range(6):
+            kind = "PNG" if number % 2 else "JPEG"
+            buffer = io.BytesIO()
+            PIL.Image.new("RGB", (9, 9), (number, 0, 0)).save(buffer, kind)
+            parts = {"png" if number % 2 else "jpg": buffer.getvalue(), "txt": b"a text"}
+            for name, data in parts.items():
+                info = tarfile.TarInfo(f"{number}.{name}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    assert convert(source, tmp_path / "target", "--to", fmt) == 0
+    (found,) = read(tmp_path / "target")
+    assert [sorted({*row} - {"__key__"}) for row in found] == [["image", "txt"]] * 6

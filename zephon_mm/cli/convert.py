@@ -9,12 +9,13 @@ Laws (tests/cli/test_convert.py):
        source, all is in `DST.partial`. There a second run goes on, and another conversion is an
        error, unless --overwrite says to begin anew.
 
+Pictures that are `jpg` in one row and `png` in another become one field `image` in MDS and LitData.
 How each format stores what is no image is told in `zephon_mm/writers.py`. A value that a format
 has no place for, such as an absent image in MDS, makes its row defective.
 
 Cost: reads the source's texts three times and its images twice, the target once, in one process.
 
-Imports: errors, io, writers. Used by: cli.main.
+Imports: errors, io, processors.documents, writers. Used by: cli.main.
 """
 
 import argparse
@@ -34,9 +35,11 @@ from tqdm import tqdm
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.io import Dataset, read_blob
+from zephon_mm.processors.documents import IMAGE_FIELDS
 from zephon_mm.records import Blob
 from zephon_mm.writers import WRITERS, Columns, image_format
 
+_SUFFIXES = IMAGE_FIELDS[:-2]  # those that name a format: all but image and images
 _MANIFEST = ".zephon-convert"
 _BLOCK_ROWS = 32
 
@@ -125,6 +128,7 @@ class _Conversion:
         if size := settings["shard_rows"]:
             cuts = [*range(0, len(source), size), len(source)]
         self._plan = [range(start, stop) for start, stop in pairwise(cuts)]
+        self._merges = False
         self.skipped: Counter[str] = Counter()
 
     def run(self, entries: list[Any]) -> None:
@@ -135,7 +139,11 @@ class _Conversion:
         """
         fmt = self._settings["to"]
         with tqdm(total=3 * len(self._source), unit="row", disable=None) as self._bar:
-            writer = WRITERS[fmt](self._folder, self._columns())
+            columns = self._columns()
+            if fmt in ("mds", "litdata") and len(set(columns.images) & set(_SUFFIXES)) > 1:
+                self._merges = True  # a picture is `jpg` in one row and `png` in another
+                columns = self._columns()
+            writer = WRITERS[fmt](self._folder, columns)
             self._write(writer, entries)
             writer.finish([entry for entry in entries[1:] if entry is not None])
             self.skipped.clear()
@@ -207,7 +215,11 @@ class _Conversion:
     def _made(self, shard: int, row: int, sample: Any, make: Any) -> tuple[str, Any] | None:
         name = self._source.row_name(shard, row)
         try:
-            return name, make(_fields(sample, row))
+            fields = _fields(sample, row)
+            pictures = [field for field in fields if field in _SUFFIXES]
+            if self._merges and len(pictures) == 1:
+                fields["image"] = fields.pop(pictures[0])
+            return name, make(fields)
         except (SampleError, UnicodeEncodeError) as error:
             if not self._settings["skip_bad"]:
                 hint = "Mend the row, or leave such rows out with --skip-bad."
