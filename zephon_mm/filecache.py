@@ -103,12 +103,17 @@ class FileCache:
     def _use(self, key: str, make: Make, resume: bool) -> "_Used":
         path = os.path.join(self.folder, digest(key))
         used = self._in_use.pop(path, None)
+        is_new = False
         if used is None or not used.touch():
-            used = _Used.open(path) or self._made(key, path, make, resume)
+            used = _Used.open(path)
+            is_new = used is None
+            used = used or self._made(key, path, make, resume)
         self._in_use[path] = used
         while len(self._in_use) > _IN_USE:
             with suppress(KeyError):  # another thread was faster
                 self._in_use.popitem(last=False)
+        if is_new:
+            self._shrink()
         return used
 
     def _made(self, key: str, path: str, make: Make, resume: bool) -> "_Used":
@@ -137,7 +142,6 @@ class FileCache:
             finally:
                 if not resume:
                     _remove(temporary)
-        self._shrink()
         return used
 
     def _shrink(self) -> None:

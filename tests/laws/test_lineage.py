@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from tests.fixtures.memory import PROCESSOR, Recipe, dataset, digests, random_rows, take
 from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm.checkpoint import merge_checkpoints
-from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.errors import CheckpointError, ConfigError, DataQualityError
 from zephon_mm.io import Dataset
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.records import Chunk, FileBlob, State, Text
@@ -218,7 +218,12 @@ def test_each_lane_of_a_finite_run_is_that_of_one_source_that_changes_at_a_windo
     base = replace(three, lanes=lanes, chunk_size=window[0], chunks_per_window=window[1])
     base = replace(base, passes=1, stop=stop)
     legs = [*legs[: len(mixtures) - 1], ((1, 1), 10_000)]
-    found, changing = run_legs(mixed(base, *mixtures), legs, balance=balance)
+    try:
+        found, changing = run_legs(mixed(base, *mixtures), legs, balance=balance)
+    except DataQualityError as error:  # the drawn step is larger than a pass of the drawn data
+        if "a step needs" not in str(error):
+            raise
+        reject()
     expected, _ = run(changing, (1, 1), 10_000)
     assert by_lane(changing, found) == by_lane(changing, expected)
 
