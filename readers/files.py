@@ -100,6 +100,35 @@ def find_shards(path: Paths, suffixes: tuple[str, ...]) -> list[ShardFile]:
     ]
 
 
+def row_numbers(
+    name: str, num_rows: int, rows: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return row numbers of a shard as an array.
+
+    Raises:
+        IndexError: One of them is not a row of the shard.
+    """
+    numbers = np.asarray(rows, dtype=np.int64)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
+        raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
+    return numbers
+
+
+def inflated(data: bytes | memoryview, codec: str, limit: int) -> Iterator[bytes]:
+    """Yield blocks of what compressed bytes hold.
+
+    Raises:
+        ValueError: They hold more than `limit` bytes.
+        OSError: They do not unpack; without an `errno`, unlike those of the environment.
+    """
+    size = 0
+    with pa.CompressedInputStream(pa.BufferReader(data), codec) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            if (size := size + len(block)) > limit:
+                raise ValueError(f"it gives over {limit} bytes, more than is said of it")
+            yield block
+
+
 def printable(name: bytes) -> str:
     """Return a name as text that any log or JSON state can hold, bad UTF-8 as escapes."""
     return name.decode("utf-8", "backslashreplace")

@@ -15,7 +15,7 @@ is fetched, because Lance stores nulls among the payloads; then it is `no_image`
 
 Cost: one take for a block of rows; one for an image (0.4 ms), and the last few stay in memory.
 
-Imports: errors, records, readers.{arrowtable, lancesource}. Used by: io (by entry point).
+Imports: errors, records, readers.{arrowtable, files, lancesource}. Used by: io (by entry point).
 """
 
 import os
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
 from zephon_mm.readers.arrowtable import to_column
+from zephon_mm.readers.files import row_numbers
 from zephon_mm.readers.lancesource import blobs, describe, run, take
 from zephon_mm.records import Column, RowBlob
 
@@ -169,11 +170,8 @@ class LanceReader:
         return {name: column for name, column in columns.items() if column is not None}
 
     def _numbers(self, shard: int, rows: Sequence[int] | Rows) -> Rows:
-        numbers = np.asarray(rows, dtype=np.int64)
         name, num_rows, _ = self.shards[shard]
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
-            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
-        return numbers
+        return row_numbers(name, num_rows, rows)
 
     def _take(self, shard: int, rows: Rows, columns: list[str]) -> pa.Table:
         """Return columns of rows in the order asked; a blob's are descriptors."""

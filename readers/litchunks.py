@@ -27,13 +27,12 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.readers.arrowtable import ArrowTable, blobs_of, holds_binary, to_column
-from zephon_mm.readers.files import ShardFile, open_shard, read_regions
+from zephon_mm.readers.files import ShardFile, inflated, open_shard, read_regions
 from zephon_mm.readers.imagerefs import value_at
 from zephon_mm.readers.litindex import Chunk
 from zephon_mm.records import Column
 
 _ZSTD, _FRAMES, _ARROW = b"\x28\xb5\x2f\xfd", b"LDFZ01\0\0", b"LDARW01\0"
-_BLOCK_BYTES = 8 << 20
 
 
 class Places(NamedTuple):
@@ -83,7 +82,7 @@ def unpack(file: ShardFile, chunk: Chunk, target: str) -> None:
         with open(descriptor, "rb", closefd=False) as source:
             data = memoryview(source.read())
         if data[:4] == _ZSTD:
-            out.writelines(_inflate(data, chunk.num_bytes + table))
+            out.writelines(inflated(data, "zstd", chunk.num_bytes + table))
         else:
             _unpack_frames(data, table, out)
         size = out.tell()
@@ -99,16 +98,7 @@ def _unpack_frames(data: memoryview, table: int, out: BinaryIO) -> None:
     out.write(struct.pack("<I", num_rows) + ends.astype("<u4").tobytes())
     for i in range(num_frames):
         _, _, at, packed, size = struct.unpack_from("<IIQII", data, 20 + table + 24 * i)
-        out.writelines(_inflate(data[at : at + packed], size))
-
-
-def _inflate(data: memoryview, limit: int) -> Iterator[bytes]:
-    size = 0
-    with pa.CompressedInputStream(pa.BufferReader(data), "zstd") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            if (size := size + len(block)) > limit:
-                raise ValueError(f"it gives over {limit} bytes, more than is said of it")
-            yield block
+        out.writelines(inflated(data[at : at + packed], "zstd", size))
 
 
 @contextmanager

@@ -28,7 +28,14 @@ from numpy.typing import NDArray
 from zephon_mm.errors import SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, open_shard, read_regions
+from zephon_mm.readers.files import (
+    PathLike,
+    Paths,
+    ShardFile,
+    open_shard,
+    read_regions,
+    row_numbers,
+)
 from zephon_mm.readers.imagerefs import Place, place_name
 from zephon_mm.readers.litchunks import ArrowRows, Places, form_of, locate, unpack
 from zephon_mm.readers.litindex import LitIndex, is_litdata, load
@@ -129,11 +136,8 @@ class LitDataReader:
         self, shard: int, rows: Sequence[int] | NDArray[np.int64]
     ) -> Iterator["ArrowRows | _PlainRows"]:
         """Yield rows of a chunk, which is unpacked if need be."""
-        numbers = np.asarray(rows, dtype=np.int64)
         file, chunk = self._index.files[shard], self._index.chunks[shard]
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < chunk.num_rows:
-            asked = f"asked for {numbers.tolist()}"
-            raise IndexError(f"{file.name} has rows 0 to {chunk.num_rows - 1}, {asked}")
+        numbers = row_numbers(file.name, chunk.num_rows, rows)
         form = form_of(file, chunk.num_rows)
         plain = file
         if is_packed := form in ("zstd", "frames"):

@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, open_shard, read_regions
+from zephon_mm.readers.files import (
+    PathLike,
+    Paths,
+    ShardFile,
+    open_shard,
+    read_regions,
+    row_numbers,
+)
 from zephon_mm.readers.mdsindex import INDEX, MDSShard, find_mds, unpack
 from zephon_mm.readers.mdsvalues import BLOBS, LISTS, as_image, decode, items
 from zephon_mm.records import Blob, Column, FileBlob, RowBlob, ShardInfo
@@ -151,11 +158,7 @@ class MDSReader:
     @contextmanager
     def _opened(self, number: int, rows: Sequence[int] | NDArray[np.int64]) -> Iterator["_Rows"]:
         shard = self._shards[number]
-        numbers = np.asarray(rows, dtype=np.int64)
-        if not 0 <= numbers.min() <= numbers.max() < shard.num_rows:
-            raise IndexError(
-                f"{shard.name} has rows 0 to {shard.num_rows - 1}, asked for {numbers.tolist()}"
-            )
+        numbers = row_numbers(shard.name, shard.num_rows, rows)
         path = shard.path
         if shard.codec:
             stat = os.stat(path)

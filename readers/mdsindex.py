@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from zephon_mm.errors import DatasetError
-from zephon_mm.readers.files import PathLike, Paths
+from zephon_mm.readers.files import PathLike, Paths, inflated
 from zephon_mm.readers.mdsvalues import is_known
 from zephon_mm.stores import local
 
 INDEX = "index.json"
 
 _CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
-_CHUNK_BYTES = 4 << 20
 _SNAPPY_RATIO = 32  # no snappy stream grows that much
 _REBUILD = (
     "Restore the data, or remove the index and make it anew: "
@@ -171,11 +170,7 @@ def _chunks(data: bytes, shard: MDSShard) -> Iterator[bytes]:
         size = min(shard.num_bytes, _SNAPPY_RATIO * len(data))
         yield pa.decompress(data, size, codec="snappy", asbytes=True)
         return
-    left = shard.num_bytes
-    with pa.CompressedInputStream(pa.BufferReader(data), shard.codec) as stream:
-        while left >= 0 and (chunk := stream.read(_CHUNK_BYTES)):
-            left -= len(chunk)
-            yield chunk
+    yield from inflated(data, shard.codec, shard.num_bytes)
 
 
 def rebuild_index(folder: PathLike) -> int:

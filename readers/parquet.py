@@ -37,7 +37,7 @@ from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
 from zephon_mm.readers import arrowtable as arrow
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard
+from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard, row_numbers
 from zephon_mm.readers.hubfolder import split_files
 from zephon_mm.readers.imagerefs import IMAGE_FIELDS, ImageRefs, decode_base64, place_name
 from zephon_mm.readers.rowindex import Part, RowIndex
@@ -218,11 +218,8 @@ class ParquetReader:
         return {name: column for name, column in columns.items() if column is not None}
 
     def _numbers(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        numbers = np.asarray(rows, dtype=np.int64)
         name, num_rows, _ = self.shards[shard]
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
-            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
-        return numbers
+        return row_numbers(name, num_rows, rows)
 
     def _table(self, shard: int, *, images: bool = False, at_once: int = 0) -> arrow.ArrowTable:
         """Return a shard's values, or its images; `at_once` of them are wanted."""

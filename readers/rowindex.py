@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from zephon_mm.arrayfile import ArrayFile
 from zephon_mm.errors import DatasetError
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable
+from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable, row_numbers
 from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 from zephon_mm.stores import prefetch
@@ -97,11 +97,8 @@ class RowIndex:
         Raises:
             IndexError: One of them is not a row of the shard.
         """
-        numbers = np.asarray(rows, dtype=np.int64)
         name, num_rows, _ = self.shards[shard]
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
-            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
-        return numbers
+        return row_numbers(name, num_rows, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave a mapped image out: the other process maps the same file."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
 from zephon_mm.readers.arrowtable import blobs_of, is_binary, is_list, is_picture, plain, to_column
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, list_files
+from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, list_files, row_numbers
 from zephon_mm.readers.imagerefs import place_name
 from zephon_mm.records import Column, RowBlob, ShardInfo
 from zephon_mm.rng import digest
@@ -126,10 +126,8 @@ class VortexReader:
 
     def _take(self, shard: int, rows: Sequence[int] | Rows, names: list[str]) -> tuple[Any, Rows]:
         """Return a table of the rows, each once, and the place of each row in it."""
-        unique, back = np.unique(np.asarray(rows, dtype=np.int64), return_inverse=True)
         name, num_rows, _ = self.shards[shard]
-        if unique.size and not 0 <= unique[0] <= unique[-1] < num_rows:
-            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {unique.tolist()}")
+        unique, back = np.unique(row_numbers(name, num_rows, rows), return_inverse=True)
         with _opened(self._files[shard]) as file:
             indices = import_module("vortex").array(pa.array(unique.astype(np.uint64)))
             return file.scan(names, indices=indices).read_all().to_arrow_table(), back

@@ -101,7 +101,8 @@ def test_what_was_added_is_found_after_any_history(
         assert lookup(found, REFS) == expected
         assert lookup(found, REFS[::-1]) == expected[::-1]
         assert found.num_known == len(added)
-        unknown = {(0, shard, row) for shard, row in found.unknown().tolist()}
+        shards = range(len(SHARDS))
+        unknown = {(0, shard, row) for shard in shards for row in found.unknown(shard).tolist()}
         assert unknown == set(REFS) - added
 
 

@@ -162,6 +162,11 @@ class Table:
         self.refresh()
 
     @property
+    def num_shards(self) -> int:
+        """Shards of the dataset."""
+        return len(self._shards)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the dataset."""
         return int(self._starts[-1])
@@ -235,14 +240,14 @@ class Table:
             count += 1
         self._rewrite(count)
 
-    def unknown(self) -> Rows:
-        """Return the rows that no file holds, as refs (n, 2): shard, row."""
-        known = np.zeros(self.num_rows, dtype=np.bool_)
+    def unknown(self, shard: int) -> Rows:
+        """Return the rows of a shard that no file holds, (n,) int64."""
+        start, stop = self._starts[shard : shard + 2].tolist()
+        known = np.zeros(stop - start, dtype=np.bool_)
         for part, _ in self._parts:
-            known[part.rows] = True
-        rows = np.flatnonzero(~known)
-        shards = np.searchsorted(self._starts, rows, side="right") - 1
-        return np.stack((shards, rows - self._starts[shards]), axis=1)
+            low, high = np.searchsorted(part.rows, (start, stop))
+            known[part.rows[low:high] - start] = True
+        return np.flatnonzero(~known)
 
     def summary(self) -> dict[str, Any]:
         """Return rows by what became of them, tokens, images, bytes on disk."""

@@ -7,7 +7,7 @@ Used by: compiled, pipeline, cli.
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
@@ -58,7 +58,8 @@ def open_index(stages: Stages, options: Options, context: Context) -> Index | No
     if why_off(stages, options, context.datasets):
         return None
     fill = options.index == "fill"
-    folders = [folder_of(stages, context, number) for number in range(len(context.datasets))]
+    operators = stages.fingerprint()  # digests the tokenizer: once, for all datasets
+    folders = [folder_of(operators, context, number) for number in range(len(context.datasets))]
     tables = [
         None if folder is None else Table(folder, dataset.shards, write=fill)
         for folder, dataset in zip(folders, context.datasets, strict=True)
@@ -66,15 +67,20 @@ def open_index(stages: Stages, options: Options, context: Context) -> Index | No
     return Index(tables, fill=fill) if any(tables) else None
 
 
-def folder_of(stages: Stages, context: Context, number: int) -> Path | None:
-    """Return where the table of a dataset is: a digest of all that measuring depends on."""
+def folder_of(operators: Mapping[str, Any], context: Context, number: int) -> Path | None:
+    """Return where the table of a dataset is: a digest of all that measuring depends on.
+
+    Args:
+        operators: The fingerprint of the stages.
+        context: The workers'.
+        number: Of the dataset.
+    """
     dataset = context.datasets[number]
     if dataset.cache_dir is None:
         return None
     schema = context.schemas[number]
-    if isinstance(stages.interleave, Tokenize):
+    if isinstance(context.interleave, Tokenize):
         schema = "text"  # the field is part of the operator's fingerprint
-    found = stages.fingerprint()
     key = {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
@@ -82,8 +88,8 @@ def folder_of(stages: Stages, context: Context, number: int) -> Path | None:
         "schema": schema if isinstance(schema, str) else name_of(schema),
         "version": dataset.version,
         "missing": dataset.missing,
-        "documents": found["documents"],
-        "tokens": found["tokens"],
+        "documents": operators["documents"],
+        "tokens": operators["tokens"],
         "processor": type(context.image_processor).__qualname__,
     }
     return dataset.cache_dir / "measured" / digest(json.dumps(key, sort_keys=True))
@@ -154,13 +160,11 @@ def _tasks(table: Table, number: int, task_rows: int) -> Iterator[NDArray[np.int
     Each process begins at a shard of its own, and looks before each shard what others have
     written: so several of them share the work.
     """
-    shards = np.unique(table.unknown()[:, 0])
-    first = os.getpid() % max(len(shards), 1)
-    for shard in np.roll(shards, -first).tolist():
+    first = os.getpid() % table.num_shards
+    for shard in np.roll(np.arange(table.num_shards), -first).tolist():
         table.refresh()
-        unknown = table.unknown()
-        rows = unknown[unknown[:, 0] == shard]
-        refs = np.concatenate((np.full((len(rows), 1), number), rows), axis=1)
+        rows = table.unknown(shard)
+        refs = np.stack((np.full_like(rows, number), np.full_like(rows, shard), rows), axis=1)
         yield from (refs[at : at + task_rows] for at in range(0, len(refs), task_rows))
 
 
