@@ -17,10 +17,12 @@ from benchmarks.pipeline import build
 RUNS = (("inline", 1), ("thread", 2), ("process", 1), ("process", 2), ("process", 4))
 
 
-def digest(data: Path, runner: str, workers: int, batches: int) -> str:
+def digest(
+    data: Path, runner: str, workers: int, batches: int, cache_dir: str | None = None
+) -> str:
     """Return one digest over the rows of the first batches."""
     sha = hashlib.sha256()
-    with build(data, runner, workers) as pipeline:
+    with build(data, runner, workers, cache_dir) as pipeline:
         for _, batch in zip(range(batches), pipeline, strict=False):
             sha.update("".join(batch.row_sha256()).encode())
     return sha.hexdigest()

@@ -15,7 +15,6 @@ Python. Writes beside the photographs.
 """
 
 import argparse
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -128,20 +127,10 @@ def make(fmt: str, source: Path, target: Path, python: str) -> None:
     partial.rename(target)
 
 
-def digest(data: Path, batches: int) -> str:
-    """Return one digest over the rows of the first batches."""
-    from benchmarks.pipeline import build
-
-    sha = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as cache, build(data, "process", 2, cache) as pipeline:
-        for _, batch in zip(range(batches), pipeline, strict=False):
-            sha.update("".join(batch.row_sha256()).encode())
-    return sha.hexdigest()
-
-
 def main() -> int:
     """Parse the command line, print a line for each format."""
     from benchmarks.data import make_data, write_benchmark_tokenizer
+    from benchmarks.digests import digest
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
@@ -164,7 +153,8 @@ def main() -> int:
             place = args.data.with_name(f"{args.data.name}-{fmt}-{by}")
             make(fmt, args.data, place, python)
         began = time.perf_counter()
-        sha = digest(place, args.batches)
+        with tempfile.TemporaryDirectory() as cache:
+            sha = digest(place, "process", 2, args.batches, cache)
         found.add(sha)
         seconds = time.perf_counter() - began
         print(f"{fmt:10} by {writer:11}  {sha[:32]}  {seconds:6.1f} s", flush=True)
