@@ -42,5 +42,5 @@ fix: setup  ## Apply what lint and format can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup  ## Run the short benchmark
-	$(BIN)/python -m benchmarks.pipeline --short
+bench: setup  ## Run the short form of all benchmarks; writes benchmarks/results/REPORT.md
+	$(BIN)/python -m benchmarks.reproduce all --short

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.lengths import MIXED, pipeline
 from zephon_mm.engine.balance import Costs, costs_of, deal, in_order, straggler
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.work import StaticMixtureWorkSource
 
 Hands = list[list[list[int]]]

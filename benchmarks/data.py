@@ -14,12 +14,14 @@ Imports: rng, cli.demo_data. Used by: benchmarks.
 """
 
 import argparse
+import io
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,13 +97,23 @@ def main() -> None:
     print(f"{args.out}: {args.samples} samples in {len(files)} shards, {size_mb:.0f} MB")
 
 
-def make_data(out: Path, *, num_samples: int, format: str = "webdataset", seed: int = 0) -> Path:
+def make_data(
+    out: Path,
+    *,
+    num_samples: int,
+    format: str = "webdataset",
+    seed: int = 0,
+    films: bool = False,
+) -> Path:
     """Write the data set unless `out` holds it already; return `out`.
+
+    With `films` its pictures move: see `films_of`.
 
     Raises:
         ConfigError: `out` holds something else.
     """
-    wanted = {"samples": num_samples, "format": format, "seed": seed, "version": VERSION}
+    wanted: dict[str, Any] = {"samples": num_samples, "format": format, "seed": seed}
+    wanted |= {"version": VERSION} | ({"films": True} if films else {})
     if out.exists():
         marker = out / MARKER
         found = json.loads(marker.read_text()) if marker.exists() else "files of another origin"
@@ -113,10 +125,11 @@ def make_data(out: Path, *, num_samples: int, format: str = "webdataset", seed: 
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    stream = iter(tqdm.tqdm(samples(seed, num_samples), total=num_samples, unit="img"))
+    rows = films_of(seed, num_samples) if films else samples(seed, num_samples)
+    stream = iter(tqdm.tqdm(rows, total=num_samples, unit="img"))
     for shard in range(-(-num_samples // SHARD_SAMPLES)):
-        rows = min(SHARD_SAMPLES, num_samples - shard * SHARD_SAMPLES)
-        WRITERS[format](partial / f"photos-{shard:06d}", (next(stream) for _ in range(rows)))
+        count = min(SHARD_SAMPLES, num_samples - shard * SHARD_SAMPLES)
+        WRITERS[format](partial / f"photos-{shard:06d}", (next(stream) for _ in range(count)))
     (partial / MARKER).write_text(json.dumps(wanted))
     partial.rename(out)  # last, so that a folder of this name is always complete
     return out
@@ -129,6 +142,35 @@ def samples(seed: int, count: int) -> Iterator[dict[str, Any]]:
     for i in range(count):
         jpg = _picture(Stream(seed, "picture", i), photos, grain)
         yield {"__key__": f"{i:08d}", "jpg": jpg, "txt": caption(seed, i)}
+
+
+def films_of(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield samples as `__key__`, `mp4` (bytes) and `txt`: pans over photographs, 2 to 5 s.
+
+    H.264, 320 x 240 pixels, 25 frames a second, a key frame every 2 s.
+    """
+    photos = _photographs()
+    for i in range(count):
+        stream = Stream(seed, "film", i)
+        photo = photos[stream.integer(len(photos))]
+        frames = 50 + stream.integer(76)
+        yield {"__key__": f"{i:08d}", "mp4": _film(photo, frames), "txt": caption(seed, i)}
+
+
+def _film(photo: NDArray[np.uint8], frames: int) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        track = output.add_stream("libx264", rate=25, options={"preset": "veryfast"})
+        track.width, track.height, track.pix_fmt = 320, 240, "yuv420p"
+        track.codec_context.gop_size = 50
+        for k in range(frames):
+            top, left = (
+                (n - size) * k // frames for n, size in zip(photo.shape, (240, 320), strict=False)
+            )
+            view = np.ascontiguousarray(photo[top : top + 240, left : left + 320])
+            output.mux(track.encode(av.VideoFrame.from_ndarray(view, "rgb24")))
+        output.mux(track.encode(None))
+    return buffer.getvalue()
 
 
 def caption(seed: int, index: int) -> str:

@@ -17,14 +17,14 @@ import numpy as np
 
 from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm import Dataset, Pipeline
-from zephon_mm.ops.interleave import ReadBlob
+from zephon_mm.ops.interleave import BlobSource
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, FileBlob, ImageSlot, Record, RowBlob, SampleRef, ShardInfo
 from zephon_mm.rng import Stream, digest
 
-IMAGE_TOKENS = 729  # 384 px in patches of 14
+IMAGE_TOKENS = IMAGE_PATCHES = 729  # 384 px in patches of 14
 IMAGE_SHAPE = (3, 384, 384)
 TABLE_ROWS = 4_096
 SHARDS, SHARD_ROWS = 100, 100_000
@@ -106,18 +106,22 @@ class LengthReader:
 class Lengths(Tokenize):
     """Makes the record that a row describes."""
 
-    def measure(self, ref: SampleRef, document: Document, read: ReadBlob) -> Record:
+    def measure(
+        self, ref: SampleRef, document: Document, blobs: BlobSource, known: Any = ()
+    ) -> Record:
         """Return the record of a row; its token ids are zeros."""
         tokens, images = map(int, document.segments[0].text.split())  # type: ignore[union-attr]
         return record(ref, tokens, images)
 
 
-def record(ref: SampleRef, tokens: int, images: int) -> Record:
+def record(ref: SampleRef, tokens: int, images: int, *, image_tokens: int = IMAGE_TOKENS) -> Record:
     """Return a record of images, each between two control tokens, and a text behind them."""
-    each = IMAGE_TOKENS + 2
+    each = image_tokens + 2
     front = images * each
     slots = tuple(
-        ImageSlot(FileBlob("", 0, 1), i * each + 1, IMAGE_TOKENS, IMAGE_SHAPE)
+        ImageSlot(
+            FileBlob("", 0, 1), i * each + 1, image_tokens, IMAGE_SHAPE, patches=IMAGE_PATCHES
+        )
         for i in range(images)
     )
     uncut = tuple((i * each, (i + 1) * each) for i in range(images))

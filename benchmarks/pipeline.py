@@ -5,7 +5,8 @@ many processes before, into one buffer that is used again and again: no packing,
 order. What the pipeline adds to that is what it costs. It is timed over one whole window of all
 lanes, because a window measures ahead at its start and lives on that at its end. Pairs are
 interleaved, each run is a process group of its own, and the median of the pairs' ratios counts: the
-machines are shared and noisy.
+machines are shared and noisy. `--media naflex` and `--media video` do the same with patches in the
+pictures' own proportions, and with clips of 2 to 5 s.
 
 Imports: the package, benchmarks.data. Writes nothing.
 """
@@ -18,17 +19,20 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.data import make_data, write_benchmark_tokenizer
 from zephon_mm import Dataset, Pipeline
+from zephon_mm.engine.pending import together
 from zephon_mm.engine.tasks import ImageJob, materialize, measure
-from zephon_mm.processors import SigLIPProcessor
-from zephon_mm.records import Record
+from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor, SigLIPVideoProcessor
+from zephon_mm.records import Record, Skip
 from zephon_mm.shm.arena import Arena
 from zephon_mm.work import StaticMixtureWorkSource
 
@@ -37,18 +41,33 @@ IMAGE_PX = 384
 WINDOW = 8 * 2048  # samples between two flush sentinels of all lanes
 
 
+FILM_WINDOW = {"chunk_size": 16, "flush_every_k_chunks": 2}  # 256 samples of all lanes
+SIGLIP = SigLIPProcessor(size=IMAGE_PX, patch_size=14)
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "fixed": {"image_processor": SIGLIP},
+    "naflex": {"image_processor": NaFlexProcessor(max_num_patches=576, packed=True)},
+    "video": {"video_processor": SigLIPVideoProcessor(SIGLIP, fps=2.0, max_frames=8, pool=2)},
+}
+
+
 def build(
-    data: Path, runner: str, workers: int, cache_dir: str | None = None, index: str = "off"
+    data: Path,
+    runner: str,
+    workers: int,
+    cache_dir: str | None = None,
+    index: str = "off",
+    media: str = "fixed",
 ) -> Pipeline:
-    """Return the README's pipeline on the benchmark's photographs."""
+    """Return the README's pipeline on the benchmark's photographs, or films."""
     photos = Dataset.from_path("photos", data, cache_dir=cache_dir)
     source = StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42)
     return (
         Pipeline(source)
         .options(canonical_replicas=8, runner=runner, workers=workers, index=index)
+        .options(**(FILM_WINDOW if media == "video" else {}))
         .interleave(
             tokenizer=data.with_name("tokenizer"),
-            image_processor=SigLIPProcessor(size=IMAGE_PX, patch_size=14),
+            **PROCESSORS[media],
         )
         .pack_flat(max_length=4096, algorithm="best_fit", max_images=32)
         .shuffle(buffer_size=64, seed=42)
@@ -56,11 +75,11 @@ def build(
     )
 
 
-def run_pipeline(data: Path, runner: str, workers: int, count: int, index: str) -> dict[str, float]:
+def run_pipeline(args: argparse.Namespace) -> dict[str, float]:
     """Return samples per second delivered to a consumer that only takes batches."""
-    began = time.perf_counter()
-    with build(data, runner, workers, index=index) as pipeline:
-        if index != "off":
+    began, count = time.perf_counter(), args.count
+    with build(args.data, args.one, args.workers, index=args.index, media=args.media) as pipeline:
+        if args.index != "off":
             pipeline.build_index(progress=False)
         began = time.perf_counter()
         batches = iter(pipeline)
@@ -75,12 +94,13 @@ def run_pipeline(data: Path, runner: str, workers: int, count: int, index: str) 
     return {"samples_per_s": samples / elapsed, "first_batch_s": first_s}
 
 
-def run_bare(data: Path, workers: int, seconds: float) -> dict[str, float]:
+def run_bare(args: argparse.Namespace) -> dict[str, float]:
     """Return samples per second of the task functions alone, summed over processes."""
+    workers = args.workers
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(workers)
     with spawn.Pool(workers, _start_bare, (barrier,)) as pool:
-        arguments = [(data, number, workers, seconds) for number in range(workers)]
+        arguments = [(args, number) for number in range(workers)]
         rates = pool.starmap(_bare_worker, arguments, chunksize=1)
     return {"samples_per_s": sum(rates)}
 
@@ -91,13 +111,13 @@ def _start_bare(barrier: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float:
+def _bare_worker(args: argparse.Namespace, number: int) -> float:
     torch.set_num_threads(1)
-    pipeline = build(data, "inline", workers)
+    workers, seconds = args.workers, args.seconds
+    pipeline = build(args.data, "inline", workers, media=args.media)
     source, options = pipeline._source, pipeline._options
     context = pipeline._stages.context(source.datasets)
-    size = 3 * IMAGE_PX**2
-    arena = Arena(options.task_images * size)
+    arena = Arena(2 * options.task_images * 3 * IMAGE_PX**2)
     context = replace(context, arena=arena)
     state = source.start(number, workers)
     samples, start = 0, 0.0
@@ -107,13 +127,7 @@ def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float
         chunk, state = source.next(state, options.chunk_size)
         for at in range(0, len(chunk.refs), options.task_rows):
             records = measure(context, chunk.refs[at : at + options.task_rows])
-            images = [(r.ref, i) for r in records if isinstance(r, Record) for i in r.images]
-            for first in range(0, len(images), options.task_images):
-                part = images[first : first + options.task_images]
-                jobs = [
-                    ImageJob(ref, image.blob, position * size, image.shape)
-                    for position, (ref, image) in enumerate(part)
-                ]
+            for jobs in _tasks(records, options.task_images):
                 assert not any(materialize(context, jobs))
             if not start and time.perf_counter() - begin > WARM_UP_S:
                 samples, start = 0, time.perf_counter()
@@ -123,10 +137,29 @@ def _bare_worker(data: Path, number: int, workers: int, seconds: float) -> float
                 return samples / elapsed
 
 
+def _tasks(records: list[Record | Skip], task_images: int) -> Iterator[list[ImageJob]]:
+    """Yield the jobs of records, one after the other in memory, in tasks of so many images."""
+    jobs: list[ImageJob] = []
+    offset = images = 0
+    for record in records:
+        for parts in together(record.images) if isinstance(record, Record) else ():
+            slot = parts[0]
+            shape = slot.shape if slot.part < 0 else (len(parts), *slot.shape)
+            first, size = max(slot.part, 0), int(np.prod(shape))
+            job = ImageJob(record.ref, slot.blob, offset, shape, slot.media, first, size)
+            jobs.append(job._replace(video=slot.video, grid=slot.grid))
+            offset, images = offset + size, images + len(parts)
+            if images >= task_images:
+                yield jobs
+                jobs, offset, images = [], 0, 0
+    if jobs:
+        yield jobs
+
+
 def one(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Run one contender in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(args.data)]
-    for name in ("workers", "seconds", "count", "index"):
+    for name in ("workers", "seconds", "count", "index", "media"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--one", kind]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -156,7 +189,8 @@ def compare(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
+    parser.add_argument("--data", type=Path, help="default: benchmarks/data_cache/photos or films")
+    parser.add_argument("--media", choices=sorted(PROCESSORS), default="fixed")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a bare run")
@@ -169,15 +203,17 @@ def main() -> None:
     )
     parser.add_argument("--one", choices=["bare", "process", "thread", "inline"])
     args = parser.parse_args()
+    films = args.media == "video"
+    args.data = args.data or Path("benchmarks/data_cache") / ("films" if films else "photos")
     if args.one == "bare":
-        print(json.dumps(run_bare(args.data, args.workers, args.seconds)))
+        print(json.dumps(run_bare(args)))
     elif args.one:
-        print(json.dumps(run_pipeline(args.data, args.one, args.workers, args.count, args.index)))
+        print(json.dumps(run_pipeline(args)))
     else:
         if args.short:
             args.samples, args.pairs, args.seconds, args.count = 500, 2, 5.0, 4000
-            args.data = args.data.with_name("photos-short")
-        make_data(args.data, num_samples=args.samples)
+            args.data = args.data.with_name(args.data.name + "-short")
+        make_data(args.data, num_samples=args.samples, films=films)
         write_benchmark_tokenizer(args.data.with_name("tokenizer"))
         compare(args)
 

@@ -7,10 +7,12 @@
     interleaved  parallel lists `images` and `texts`: each slot holds an image or a text, the other
                  list holds null there (as in OBELICS). They may stand inside `json` as well.
     text         one text, no image.
+    chat         a conversation: `messages`, `conversations`, or `texts` of user and assistant, with
+                 the sample's own images and videos; `tools` are its functions. processors.chat says
+                 what turns may be and where media go. It is never kept without one of its images.
 
 OBELICS is `interleaved`: a reader finds the local copies of its URLs (`image_map=`), and a sample
-with a URL that has none is skipped and counted (`image_url`). The conversations of FineVision,
-LLaVA, and `messages` are recognised and refused by name: they need a chat template.
+with a URL that has none is skipped and counted (`image_url`).
 
 Any other layout takes a function: `schema=lambda sample: Document((Text(sample["alt"]),))`; it may
 return None to drop a sample. Other fields are ignored.
@@ -21,17 +23,19 @@ Laws (tests/processors/test_documents.py):
     2. What is missing is a countable reason, never a shorter document in silence: `no_image`,
        `no_text`, `empty_image` (0 bytes), `empty_text` (""). White space is text.
 
-Cost: 2 us a sample. Imports: errors, records, protocols. Used by: the engine's tasks, io.
+Cost: 2 us a sample. Imports: errors, records, protocols, processors.chat. Used by: the engine's
+tasks, io.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
+from zephon_mm.processors.chat import Faults, add_media, messages_of, tools_of, well_formed
 from zephon_mm.protocols import Sample
-from zephon_mm.records import Blob, Document, FileBlob, Image, RowBlob, Segment, Text
+from zephon_mm.records import Document, FileBlob, Image, RowBlob, Segment, Text, Video
 
-SchemaName = Literal["caption", "interleaved", "text"]
+SchemaName = Literal["caption", "interleaved", "text", "chat"]
 Schema = SchemaName | Callable[[Sample], Document | None]
 Missing = Literal["skip", "error", "keep"]
 
@@ -39,14 +43,9 @@ IMAGE_FIELDS = (
     *("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff", "jp2"),
     *("image", "images"),
 )
+VIDEO_FIELDS = ("mp4", "webm", "mkv", "mov", "avi", "video", "videos")
 TEXT_FIELDS = ("txt", "text", "caption", "texts")
-CHATS = {
-    "messages": "`messages` of role and content",
-    "conversations": "LLaVA `conversations` of from and value",
-    "texts/assistant": "FineVision `texts` of user and assistant",
-}
-
-Faults = list[str]
+CHAT_FIELDS = ("messages", "conversations", "texts")
 
 
 def schema_of(fields: Iterable[str]) -> SchemaName:
@@ -59,23 +58,19 @@ def schema_of(fields: Iterable[str]) -> SchemaName:
         SampleError: `unknown_schema`, with the fields that were found.
     """
     names = set(fields)
-    if chats := [layout for field, layout in CHATS.items() if field in names]:
-        raise SampleError(
-            "unknown_schema",
-            f"found the fields {_listed(names)}, which are {chats[0]}: chat samples are not "
-            f"supported yet, give the dataset a function, schema=my_function(sample) -> Document",
-        )
+    if not names.isdisjoint(("messages", "conversations", "texts/assistant")):
+        return "chat"
     if "images" in names and "texts" in names:
         return "interleaved"
-    if not names.isdisjoint(IMAGE_FIELDS):
+    if not names.isdisjoint((*IMAGE_FIELDS, *VIDEO_FIELDS)):
         return "caption"
     if not names.isdisjoint(TEXT_FIELDS):
         return "text"
     raise SampleError(
         "unknown_schema",
-        f"found the fields {_listed(names)}, expected an image ({' '.join(IMAGE_FIELDS)}) or a "
-        f"text ({' '.join(TEXT_FIELDS)}): rename a field, or give the dataset a function, "
-        f"schema=my_function(sample) -> Document",
+        f"found the fields {_listed(names)}, expected an image ({' '.join(IMAGE_FIELDS)}), a video "
+        f"({' '.join(VIDEO_FIELDS)}) or a text ({' '.join(TEXT_FIELDS)}): rename a field, or give "
+        f"the dataset a function, schema=my_function(sample) -> Document",
     )
 
 
@@ -86,21 +81,22 @@ def to_document(
 
     Args:
         sample: Field name -> value; images are blobs.
-        schema: "caption", "interleaved", "text", or a function of the sample. None takes the
-            schema that this sample's own fields tell (see `schema_of`).
+        schema: "caption", "interleaved", "text", "chat", or a function of the sample. None takes
+            the schema that this sample's own fields tell (see `schema_of`).
         missing: What an absent or empty image or text does. "skip": the sample is skipped and
             counted by reason. "error": the run stops. "keep": the document has what is there.
 
     Raises:
         SampleError: `no_image`, `no_text`, `empty_image`, `empty_text` with "skip";
-            `empty_document`, `bad_interleaving`, `bad_field`, `unknown_schema` always.
+            `empty_document`, `bad_interleaving`, `bad_field`, `unknown_schema`, and what
+            processors.chat refuses, always.
         DatasetError: Something is missing, with "error".
         ConfigError: No such schema or policy, or a schema function returned something else.
     """
     if callable(schema):
         return _from_function(schema, sample)
     name = schema if schema is not None else schema_of(fields_of(sample))
-    if name not in _BUILDERS:
+    if name not in get_args(SchemaName):
         raise ConfigError(
             f"schema={name!r} is unknown, expected one of {get_args(SchemaName)} or a function"
         )
@@ -108,8 +104,13 @@ def to_document(
         raise ConfigError(f"missing={missing!r} is unknown, expected one of {get_args(Missing)}")
     segments: list[Segment] = []
     faults: Faults = []
-    _BUILDERS[name](sample, segments, faults)
     key = str(sample.get("__key__", ""))
+    if name == "chat":
+        document = _chat(sample, key, faults)
+        if faults:
+            _refuse(sample, faults[0], key, missing)
+        return document
+    _BUILDERS[name](sample, segments, faults)
     if faults and missing != "keep":
         _refuse(sample, faults[0], key, missing)
     if not segments:
@@ -138,8 +139,33 @@ def _refuse(sample: Sample, reason: str, key: str, missing: str) -> None:
     raise SampleError(reason, message)
 
 
+def _chat(sample: Sample, key: str, faults: Faults) -> Document:
+    images, videos = (
+        _media(_find(sample, fields), kind, faults)
+        for kind, fields in ((Image, IMAGE_FIELDS), (Video, VIDEO_FIELDS))
+    )
+    if faults:
+        return Document((), key)
+    messages = messages_of(_find(sample, CHAT_FIELDS), {Image: images, Video: videos}, faults)
+    return Document((), key, messages, tools_of(_find(sample, ("tools",))))
+
+
+def _media(value: Any, kind: type[Image | Video], faults: Faults) -> list[Segment]:
+    """Return the images or videos of a field, which holds one, a list, or nothing."""
+    is_list = isinstance(value, list | tuple) and not isinstance(value, FileBlob | RowBlob)
+    found: list[Segment] = []
+    for one in value if is_list else [] if value is None else [value]:
+        add_media(one, kind, found, faults)
+    return found
+
+
 def _caption(sample: Sample, segments: list[Segment], faults: Faults) -> None:
-    _add_image(_only(_find(sample, IMAGE_FIELDS)), segments, faults)
+    video = _only(_find(sample, VIDEO_FIELDS))
+    image = _only(_find(sample, IMAGE_FIELDS))
+    if image is not None or video is None:
+        add_media(image, Image, segments, faults)
+    if video is not None:
+        add_media(video, Video, segments, faults)
     _add_text(_only(_find(sample, TEXT_FIELDS)), segments, faults)
 
 
@@ -163,7 +189,7 @@ def _interleaved(sample: Sample, segments: list[Segment], faults: Faults) -> Non
         )
     for slot, (image, text) in enumerate(zip(images, texts, strict=True)):
         if image is not None and not text:
-            _add_image(image, segments, faults)
+            add_media(image, Image, segments, faults)
         elif image is None and text is not None:
             if text != "":  # an empty paragraph says nothing; it is no fault of the document
                 _add_text(text, segments, faults)
@@ -181,22 +207,6 @@ _BUILDERS: dict[str, Callable[[Sample, list[Segment], Faults], None]] = {
 }
 
 
-def _add_image(value: Any, segments: list[Segment], faults: Faults) -> None:
-    if value is None:
-        faults.append("no_image")
-    elif isinstance(value, FileBlob) and value.size == 0:
-        faults.append("empty_image")
-    elif isinstance(value, Blob):
-        segments.append(Image(value))
-    elif isinstance(value, str) and "://" in value[:16]:
-        raise SampleError("image_url", f"the image {value[:200]!r} is a URL. Download the images.")
-    else:
-        raise SampleError(
-            "bad_field",
-            f"found {type(value).__name__} as an image, expected the bytes of an encoded image",
-        )
-
-
 def _add_text(value: Any, segments: list[Segment], faults: Faults) -> None:
     if value is None:
         faults.append("no_text")
@@ -205,7 +215,7 @@ def _add_text(value: Any, segments: list[Segment], faults: Faults) -> None:
     elif not value:
         faults.append("empty_text")
     else:
-        segments.append(Text(_well_formed(value)))
+        segments.append(Text(well_formed(value)))
 
 
 def _only(value: Any) -> Any:
@@ -247,12 +257,3 @@ def fields_of(sample: Sample) -> set[str]:
 
 def _listed(fields: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, fields))) or "none"
-
-
-def _well_formed(text: str) -> str:
-    """Return the text with lone surrogates, which no encoder takes, as U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -6,37 +6,33 @@ Laws (tests/processors/test_siglip.py):
     2. `write` fills the shape that `measure` gives, for every image.
     3. No state: the same bytes give the same pixels in any order, thread and process.
 
-"torchvision" is 5 times faster; its bilinear filter depends on the CPU's vector instructions, so
-those are part of the fingerprint. "pillow" is integer arithmetic, the same on every CPU.
-
-The operators of PyTorch that torchvision ends up in are called directly: they read the decoder's
-(height, width, 3) array in place and write planes where the batch wants them, without a copy, and
-importing torchvision takes a second.
-
 Cost: a 640 x 480 JPEG takes 1.8 ms of one core: 1.0 to decode, 0.7 to resize.
-Imports: errors, records, image. Used by: the engine's tasks, through `protocols.ImageProcessor`.
+Imports: errors, records, image, resize.
+Used by: the engine's tasks, through `protocols.ImageProcessor`.
 """
 
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
-import PIL
-import simplejpeg
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.processors.image import MAX_PIXELS, decode, probe
+from zephon_mm.processors.image import MAX_PIXELS, Change, decode, probe, unchanged
+from zephon_mm.processors.resize import (
+    BICUBIC,
+    BILINEAR,
+    Backend,
+    backend_fingerprint,
+    check_resize,
+    normalize,
+    resize,
+)
 from zephon_mm.records import MediaShape
 
-Backend = Literal["torchvision", "pillow"]
-
-BILINEAR = int(Image.Resampling.BILINEAR)
-BICUBIC = int(Image.Resampling.BICUBIC)
+Decoding = Literal["exact", "scaled"]
 
 # Published checkpoints: model -> (resample, sizes by patch size).
 _PRESETS: dict[str, tuple[int, dict[int, tuple[int, ...]]]] = {
@@ -72,6 +68,8 @@ class SigLIPProcessor:
         mean: Subtracted from pixels that were scaled to [0, 1].
         std: Divides what is left.
         max_pixels: An image with more is refused, from its header.
+        decode: "scaled" decodes a JPEG at 1/2, 1/4 or 1/8 of its sides where both stay at least
+            twice the output's: faster for large ones, and other pixels by some 0.3 levels.
 
     Raises:
         ConfigError: A value that no image can be processed with.
@@ -84,6 +82,10 @@ class SigLIPProcessor:
     mean: float = 0.5
     std: float = 0.5
     max_pixels: int = MAX_PIXELS
+    decode: Decoding = "exact"
+
+    pad_to: ClassVar[None] = None
+    grid_key: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         sides = self.size if isinstance(self.size, tuple) else (self.size, self.size)
@@ -98,19 +100,11 @@ class SigLIPProcessor:
                 f"size {height} x {width} holds no patch of patch_size={self.patch_size}: "
                 f"expected 1 <= patch_size <= size, such as size=384, patch_size=14"
             )
-        if self.resample not in (BILINEAR, BICUBIC):
+        check_resize(self.resample, self.backend)
+        if self.std <= 0 or self.max_pixels < 1 or self.decode not in get_args(Decoding):
             raise ConfigError(
-                f"resample={self.resample!r} is not supported, expected {BILINEAR} (bilinear, "
-                f"SigLIP 2) or {BICUBIC} (bicubic, SigLIP)"
-            )
-        if self.backend not in get_args(Backend):
-            raise ConfigError(
-                f"backend={self.backend!r} is unknown, expected one of {get_args(Backend)}"
-            )
-        if self.std <= 0 or self.max_pixels < 1:
-            raise ConfigError(
-                f"expected std > 0 and max_pixels >= 1, got std={self.std} and "
-                f"max_pixels={self.max_pixels}"
+                f"expected std > 0, max_pixels >= 1 and decode one of {get_args(Decoding)}, got "
+                f"std={self.std}, max_pixels={self.max_pixels} and decode={self.decode!r}"
             )
 
     @classmethod
@@ -128,8 +122,8 @@ class SigLIPProcessor:
         short = name.removeprefix("google/")
         if short.endswith("-naflex"):
             raise ConfigError(
-                f"{name!r} keeps aspect ratios (NaFlex), which is not supported yet: use a preset "
-                "of a fixed size"
+                f"{name!r} keeps aspect ratios: use NaFlexProcessor.preset({short!r}), or a "
+                "checkpoint of a fixed size"
             )
         if short not in known:
             raise ConfigError(f"{name!r} is no preset, expected one of {', '.join(sorted(known))}")
@@ -140,6 +134,11 @@ class SigLIPProcessor:
     def height_width(self) -> tuple[int, int]:
         """Height and width of the output in pixels."""
         return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def unit_shape(self) -> tuple[int, int, int]:
+        """Shape of an image's pixels: (3, height, width)."""
+        return (3, *self.height_width)
 
     def measure(self, read: Callable[[int], bytes]) -> MediaShape:
         """Return the token count and the shape (3, height, width), equal for all images.
@@ -156,27 +155,22 @@ class SigLIPProcessor:
         probe(read, max_pixels=self.max_pixels)
         height, width = self.height_width
         tokens = (height // self.patch_size) * (width // self.patch_size)
-        return MediaShape(tokens, (3, height, width))
+        return MediaShape(tokens, self.unit_shape)
 
-    def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+    def write(self, encoded: bytes, out: NDArray[np.uint8], change: Change = unchanged) -> None:
         """Decode and resize an image into `out`.
 
         Args:
             encoded: The complete bytes of the image.
             out: (3, height, width) uint8, C-contiguous and writable.
+            change: Changes the decoded picture, (h, w, 3) uint8, and keeps its shape.
 
         Raises:
             SampleError: As `image.decode`. `out` is then untouched.
         """
-        pixels = decode(encoded, max_pixels=self.max_pixels)
-        if pixels.shape[:2] == out.shape[1:]:
-            out[...] = pixels.transpose(2, 0, 1)
-        elif self.backend == "pillow":
-            height, width = out.shape[1:]
-            resized = Image.fromarray(pixels).resize((width, height), self.resample)
-            out[...] = np.asarray(resized).transpose(2, 0, 1)
-        else:
-            _resize_torch(pixels, out, self.resample)
+        at_least = (2 * out.shape[1], 2 * out.shape[2]) if self.decode == "scaled" else None
+        pixels = change(decode(encoded, max_pixels=self.max_pixels, at_least=at_least))
+        resize(pixels, out, resample=self.resample, backend=self.backend)
 
     def normalize(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Map pixels to the model's range: (pixels / 255 - mean) / std, computed in float32.
@@ -185,22 +179,11 @@ class SigLIPProcessor:
             pixels: Any shape, uint8, on any device.
             dtype: The type of the result.
         """
-
-        # Constants are tensors on the device: by a Python number CUDA multiplies with a rounded
-        # reciprocal instead of dividing.
-        def constant(value: float) -> torch.Tensor:
-            return torch.full((), value, dtype=torch.float32, device=pixels.device)
-
-        if self.backend == "pillow":
-            values = pixels.to(torch.float64).mul_(1 / 255).to(torch.float32)
-            return values.sub_(constant(self.mean)).div_(constant(self.std)).to(dtype)
-        values = pixels.to(torch.float32)
-        mean, std = constant(self.mean).mul_(255), constant(self.std).mul_(255)
-        return values.sub_(mean).div_(std).to(dtype)
+        return normalize(pixels, dtype, mean=self.mean, std=self.std, backend=self.backend)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return everything that the pixels depend on, JSON-serialisable."""
-        found: dict[str, Any] = {
+        return {
             "kind": "siglip",
             "size": list(self.height_width),
             "patch_size": self.patch_size,
@@ -209,31 +192,6 @@ class SigLIPProcessor:
             "mean": self.mean,
             "std": self.std,
             "max_pixels": self.max_pixels,
-            "pillow": PIL.__version__,
-            "simplejpeg": simplejpeg.__version__,
+            "decode": self.decode,
+            **backend_fingerprint(self.backend),
         }
-        if self.backend == "torchvision":
-            found["torch"] = str(torch.__version__)
-            found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-        return found
-
-
-def _resize_torch(pixels: NDArray[np.uint8], out: NDArray[np.uint8], resample: int) -> None:
-    """Resize (h, w, 3) into (3, height, width) as torchvision does on CPU, with antialias."""
-    source = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    target = torch.from_numpy(out)[None]
-    size = list(out.shape[1:])
-    if resample == BICUBIC:
-        torch.ops.aten._upsample_bicubic2d_aa.out(source, size, False, None, None, out=target)
-    elif _resizes_bytes():
-        torch.ops.aten._upsample_bilinear2d_aa.out(source, size, False, None, None, out=target)
-    else:
-        values = source.to(torch.float32, memory_format=torch.contiguous_format)
-        scaled = torch.ops.aten._upsample_bilinear2d_aa(values, size, False, None, None)
-        target.copy_(scaled.round_())
-
-
-def _resizes_bytes() -> bool:
-    """Say whether torchvision filters bilinearly in uint8 here, rather than in float32."""
-    fast = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return fast or platform.machine() in ("aarch64", "arm64")

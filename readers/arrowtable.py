@@ -75,23 +75,20 @@ class ArrowTable:
             names: Of columns.
             rows: (n,) int64, in any order.
         """
-        order = np.argsort(rows, kind="stable")
-        ascending = rows[order]
-        cuts = np.searchsorted(ascending, self._starts)
+        which = np.searchsorted(self._starts, rows, side="right") - 1
+        order = np.argsort(which, kind="stable")
+        cuts = np.searchsorted(which[order], np.arange(len(self.batches) + 1))
         pieces: dict[str, list[Any]] = {name: [] for name in names if name in self.schema.names}
         for at in np.flatnonzero(np.diff(cuts)):
-            local = ascending[cuts[at] : cuts[at + 1]] - self._starts[at]
-            is_run = bool((np.diff(local) == 1).all())
+            local = rows[order[cuts[at] : cuts[at + 1]]] - self._starts[at]
+            is_run = bool((local[1:] - local[:-1] == 1).all())
             for name, parts in pieces.items():
                 column = plain(self.batches[at].column(name))
-                part = (
-                    column.slice(local[0], local.size) if is_run else column.take(pa.array(local))
-                )
-                parts.append(part)
+                parts.append(column.slice(local[0], local.size) if is_run else column.take(local))
         taken = {name: pa.nulls(rows.size, pa.large_binary()) for name in names}
         taken |= {name: pa.concat_arrays(parts) for name, parts in pieces.items() if parts}
-        if (order[1:] < order[:-1]).any():
-            back = pa.array(np.argsort(order))
+        if (which[1:] < which[:-1]).any():
+            back = np.argsort(order)
             taken = {name: array.take(back) for name, array in taken.items()}
         return taken
 
@@ -132,6 +129,16 @@ def blobs_of(cell: Any, shard: int, row: int, place: Place, *, told: bool) -> An
     return cell.as_py()
 
 
+def bytes_at(cell: Any, steps: Iterable[str]) -> Any:
+    """Return the bytes, or the text, at a place inside a cell; None for a null."""
+    for step in steps:
+        if is_list(cell.type):
+            cell = cell[int(step)]
+        elif pa.types.is_struct(cell.type):
+            cell = cell[step]
+    return (cell["bytes"] if is_picture(cell.type) and cell.is_valid else cell).as_py()
+
+
 def to_column(array: Any) -> Column | None:
     """Return an array's stored bytes, text as UTF-8, images as encoded; None if it holds neither.
 
@@ -143,8 +150,7 @@ def to_column(array: Any) -> Column | None:
         if data.null_count > array.null_count:
             return None
         array = data
-    kind = array.type
-    if not (is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if not is_stored(array.type):
         return None
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     array = array.cast(pa.large_binary())
@@ -158,17 +164,36 @@ def to_column(array: Any) -> Column | None:
 
 def plain(array: Any) -> Any:
     """Return an array whose rows can be taken and written: no dictionary, no view."""
-    if pa.types.is_dictionary(array.type):
+    kind = array.type
+    if pa.types.is_dictionary(kind):
         return array.dictionary_decode()
-    if pa.types.is_string_view(array.type):
-        return array.cast(pa.large_string())
-    return array.cast(pa.large_binary()) if pa.types.is_binary_view(array.type) else array
+    if is_picture(kind) and any(_is_view(field.type) for field in kind):
+        parts = [plain(part) for part in array.flatten()]
+        return pa.StructArray.from_arrays(parts, [*kind.names], mask=array.is_null())
+    if _is_view(kind):
+        return array.cast(pa.large_binary() if is_binary(kind) else pa.large_string())
+    return array
+
+
+def _is_view(kind: Any) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
 
 
 def is_binary(kind: Any) -> bool:
     """Whether a type holds bytes of any length."""
     types = pa.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a type is text."""
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def is_stored(kind: Any) -> bool:
+    """Whether a column can be made of a type: text, bytes or a picture."""
+    return is_text(kind) or is_binary(kind) or is_picture(kind)
 
 
 def holds_binary(kind: Any) -> bool:

@@ -6,15 +6,20 @@ Laws (tests/readers/test_rowindex.py, tests/readers/test_files.py):
     3. A compressed file is unpacked once a machine, into the file cache, up to a limit; one that is
        cut or damaged is an error that names it.
 
-Imports: errors, filecache, stores, webdataset (brace patterns), pyarrow (codecs). Used by:
-readers.rowindex, readers of single files.
+Imports: errors, filecache, records, rng, stores, webdataset (brace patterns), pyarrow (codecs).
+Used by: the readers.
 """
 
 import glob
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +30,8 @@ from webdataset.shardlists import expand_urls
 
 from zephon_mm.errors import DatasetError
 from zephon_mm.filecache import FileCache, cache_folder
+from zephon_mm.records import ShardInfo
+from zephon_mm.rng import digest
 from zephon_mm.stores import local
 
 PathLike = str | os.PathLike[str]
@@ -32,8 +39,13 @@ Paths = PathLike | Sequence[PathLike]
 
 _CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _MAX_EXPANSION, _ALWAYS_BYTES = 200, 1 << 30  # a file may grow that many times, or to that size
+KEYS = ("__key__", "id", "key")
+"""Fields that hold a sample's name, the best first."""
+
 _BLOCK_BYTES = 8 << 20
+_ONE_OF = re.compile(r"(.*-)\d+(-of-(\d+)\.[^/]*)")
 _DENSE_BYTES = 4096  # regions that lie closer together are read at once
+_TOLD = (OSError, ValueError, LookupError, RuntimeError, struct.error, pa.ArrowException)
 
 
 class ShardFile(NamedTuple):
@@ -76,6 +88,17 @@ def list_files(path: Paths, suffixes: tuple[str, ...]) -> list[str]:
     raise DatasetError(f"{text} does not exist or matches nothing. Check `path`.")
 
 
+def is_first(
+    path: Paths, suffixes: tuple[str, ...], looks_right: Callable[[bytes], bool], size: int
+) -> bool:
+    """Whether the first file of a path has one of the suffixes, or its first bytes look right."""
+    files = list_files(path, suffixes)
+    if not files or files[0].lower().endswith(suffixes):
+        return bool(files)
+    with open(local(files[0]), "rb") as file:
+        return looks_right(file.read(size))
+
+
 def find_shards(path: Paths, suffixes: tuple[str, ...]) -> list[ShardFile]:
     """Return the shards of a dataset in the order of the data.
 
@@ -93,6 +116,7 @@ def find_shards(path: Paths, suffixes: tuple[str, ...]) -> list[ShardFile]:
         top, names = os.path.abspath(path), []
     if len(set(names)) < len(files):
         names = [os.path.relpath(file, top) for file in files]
+    _warn_of_lacking(files)
     stats = [os.stat(file) for file in files]
     return [
         ShardFile(printable(os.fsencode(name)), file, stat.st_size, stat.st_mtime_ns)
@@ -100,18 +124,45 @@ def find_shards(path: Paths, suffixes: tuple[str, ...]) -> list[ShardFile]:
     ]
 
 
-def row_numbers(
-    name: str, num_rows: int, rows: Sequence[int] | NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return row numbers of a shard as an array.
+def _warn_of_lacking(files: Sequence[str]) -> None:
+    """Warn of files that the names of others tell of; somebody may want a part of a dataset."""
+    there = set(files)
+    for head, tail, total in {match.groups() for match in map(_ONE_OF.fullmatch, files) if match}:
+        names = (f"{head}{number:0{len(total)}}{tail}" for number in range(int(total)))
+        if lacking := [name for name in names if name not in there]:
+            warnings.warn(
+                f"{len(lacking)} of {total} shards are not there, first {lacking[0]}. Restore "
+                "them, or go on without.",
+                stacklevel=4,
+            )
 
-    Raises:
-        IndexError: One of them is not a row of the shard.
+
+class Sharded:
+    """What readers of shards have in common.
+
+    Attributes:
+        kind: Format and options that the rows depend on: a key of what is derived from them.
+        shards: In the order of the data.
     """
-    numbers = np.asarray(rows, dtype=np.int64)
-    if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
-        raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
-    return numbers
+
+    kind: str
+    shards: Sequence[ShardInfo]
+
+    def digest(self) -> str:
+        """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
+        return digest(self.kind, *(value for shard in self.shards for value in shard))
+
+    def numbers(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return row numbers of a shard as an array.
+
+        Raises:
+            IndexError: One of them is not a row of the shard.
+        """
+        name, num_rows, _ = self.shards[shard]
+        numbers = np.asarray(rows, dtype=np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
+            raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
+        return numbers
 
 
 def inflated(data: bytes | memoryview, codec: str, limit: int) -> Iterator[bytes]:
@@ -127,6 +178,34 @@ def inflated(data: bytes | memoryview, codec: str, limit: int) -> Iterator[bytes
             if (size := size + len(block)) > limit:
                 raise ValueError(f"it gives over {limit} bytes, more than is said of it")
             yield block
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON: write null, or a number")
+
+
+parse_json = json.JSONDecoder(parse_constant=_refuse).decode
+"""Returns the value of JSON text. NaN and Infinity, which Python would take, are ValueErrors."""
+
+
+@contextmanager
+def damage_named(path: str, what: str = "is damaged") -> Iterator[None]:
+    """Turn what a library says of data into an error that names the file.
+
+    Raises:
+        OSError: The environment failed: its errors have a number, those of the data have none.
+        DatasetError: All else.
+    """
+    try:
+        yield
+    except _TOLD as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        text = str(error).partition("\n")[0]
+        if "(os error" in text:  # as libraries in Rust tell the number
+            raise OSError(f"{path}: {text}") from None
+        message = f"{path} {what}: {text}. Restore it, or write it again."
+        raise DatasetError(message) from None
 
 
 def printable(name: bytes) -> str:
@@ -178,21 +257,26 @@ def _file_cache(cache_dir: str | None) -> FileCache:
 
 def _unpack(file: ShardFile, path: str, codec: str, target: str) -> None:
     limit = max(_MAX_EXPANSION * file.num_bytes, _ALWAYS_BYTES)
-    try:
-        with pa.input_stream(path, compression=codec) as source, open(target, "wb") as out:
-            while (block := source.read(_BLOCK_BYTES)) and out.tell() <= limit:
-                out.write(block)
-    except OSError as error:
-        if error.errno is not None:
-            raise  # the environment; what the codecs say of their data has no number
-        raise DatasetError(
-            f"{file.path} does not unpack as {codec}: {error}. Restore it, or write it again."
-        ) from None
+    with (
+        damage_named(file.path, f"does not unpack as {codec}"),
+        pa.input_stream(path, compression=codec) as source,
+        open(target, "wb") as out,
+    ):
+        while (block := source.read(_BLOCK_BYTES)) and out.tell() <= limit:
+            out.write(block)
     if block:
         raise DatasetError(
             f"{file.path} unpacks to over {limit} bytes, {limit // file.num_bytes} times its size. "
             "If that is right, unpack it and use the unpacked file."
         )
+
+
+def read_pieces(
+    descriptor: int, path: str, starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> list[bytes]:
+    """Return the bytes of each region; arguments and errors as for `read_regions`."""
+    data = read_regions(descriptor, path, starts, sizes).tobytes()
+    return [data[start:stop] for start, stop in pairwise([0, *np.cumsum(sizes).tolist()])]
 
 
 def read_regions(

@@ -3,6 +3,7 @@
 Laws (tests/readers/test_hubfolder.py):
     1. Splits never mix unless asked: a folder with several is an error that lists them.
     2. No pattern of a README leaves the folder.
+    3. A file that `save_to_disk` wrote and that is not there is an error.
 
 The splits are told by the `configs` of README.md, else by names: the folders beside a
 `dataset_dict.json`, or words and numbers as in `train-00000-of-00010.parquet` and `test/0.parquet`.
@@ -11,6 +12,7 @@ Imports: errors, readers.files, yaml. Used by: readers.parquet.
 """
 
 import glob
+import json
 import os
 import re
 from contextlib import suppress
@@ -43,7 +45,7 @@ def split_files(
 
     Raises:
         ConfigError: No such configuration or split, or several and none was chosen.
-        DatasetError: README.md names files outside the folder.
+        DatasetError: README.md names files outside the folder, or a saved file is missing.
     """
     splits = _told_by_readme(folder, suffixes, config) or _told_by_names(folder, suffixes)
     if split == "all" or (split is None and len(splits) < 2):
@@ -92,6 +94,8 @@ def _matching(folder: str, pattern: str, suffixes: tuple[str, ...]) -> list[str]
 
 
 def _told_by_names(folder: str, suffixes: tuple[str, ...]) -> Splits:
+    for state in glob.glob(f"{glob.escape(folder)}/**/state.json", recursive=True):
+        _require_saved(state)
     by_folder = os.path.isfile(os.path.join(folder, "dataset_dict.json"))
     splits: Splits = {}
     for path in list_files(folder, suffixes):
@@ -105,3 +109,12 @@ def _told_by_names(folder: str, suffixes: tuple[str, ...]) -> Splits:
         if not os.path.basename(path).startswith("cache-"):  # what `Dataset.map` left there
             splits.setdefault(name, []).append(path)
     return splits
+
+
+def _require_saved(state: str) -> None:
+    """Refuse a split of which `save_to_disk` wrote more files than are there."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # another file of that name
+        names = [one["filename"] for one in json.loads(Path(state).read_text())["_data_files"]]
+        there = os.listdir(os.path.dirname(state))
+        for name in (name for name in names if name not in there):
+            raise DatasetError(f"{state} lists {name}, which is not there. Restore it.")

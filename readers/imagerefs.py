@@ -22,7 +22,12 @@ from typing import Any
 from zephon_mm.errors import SampleError
 from zephon_mm.records import Blob, FileBlob, RowBlob
 
-IMAGE_FIELDS = ("image", "images", "jpg", "jpeg", "png", "webp", "img")
+IMAGE_FIELDS = (
+    *("image", "images", "jpg", "jpeg", "png", "webp", "img"),
+    *("video", "videos", "mp4", "webm", "mkv"),
+)
+
+_PARTS = ("image", "image_url", "video")  # types of the parts of a conversation's turns
 
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -53,6 +58,8 @@ class ImageRefs:
     def resolve(self, sample: dict[str, Any], image_fields: Sequence[str], *, nested: bool) -> None:
         """Replace references in place: named fields, and nested `{"type": "image", "image": X}`.
 
+        The same holds of "image_url" and "video"; X may be `{"url": Y}`.
+
         Args:
             sample: The parsed row.
             image_fields: Top-level fields that hold pictures; a name that ends in "s" holds a list.
@@ -70,8 +77,12 @@ class ImageRefs:
 
     def _walk(self, value: Any, place: Place) -> None:
         if isinstance(value, dict):
-            if value.get("type") == "image" and "image" in value:
-                value["image"] = self._picture(value["image"], (*place, "image"))
+            name = value.get("type")
+            if name in _PARTS and name in value:
+                part, steps = value, (*place, name)
+                if isinstance(value[name], dict) and "url" in value[name]:
+                    part, steps, name = value[name], (*steps, "url"), "url"
+                part[name] = self._picture(part[name], steps)
             items = list(value.items())
         else:
             items = list(enumerate(value))

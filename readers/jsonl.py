@@ -9,7 +9,7 @@ Laws (tests/readers/test_jsonl.py, tests/contracts/reader.py):
 Cost: indexing reads the file once in blocks; reading, one JSON parse a row. Compressed files are
 unpacked once into the file cache.
 
-Imports: errors, records, stores, readers.{files, rowindex, imagerefs}. Used by: io (by entry
+Imports: errors, records, readers.{files, rowindex, imagerefs}. Used by: io (by entry
 point).
 """
 
@@ -24,29 +24,20 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import (
-    PathLike,
-    Paths,
-    ShardFile,
-    list_files,
-    open_shard,
-    read_regions,
-)
+from zephon_mm.readers import files
 from zephon_mm.readers.imagerefs import IMAGE_FIELDS, ImageRefs, decode_base64, value_at
 from zephon_mm.readers.rowindex import Part, RowIndex
-from zephon_mm.records import Column, RowBlob, ShardInfo
-from zephon_mm.stores import local
+from zephon_mm.records import Column, RowBlob
 
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 _OTHERS = frozenset({"shardlist", "shards", "chunks"})  # in the index files of other formats
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 8 << 20
-_KEYS = ("__key__", "id", "key")
 
 _IS_TEXT = bytes(code not in b" \t\r\n" for code in range(256))  # JSON's white space
 
 
-class JsonlReader:
+class JsonlReader(files.Sharded):
     """Random access to the rows of JSON Lines files.
 
     Args:
@@ -64,11 +55,11 @@ class JsonlReader:
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
-        image_root: PathLike | None = None,
+        image_root: files.PathLike | None = None,
         image_fields: Sequence[str] = IMAGE_FIELDS,
     ) -> None:
         self._root = os.path.realpath(image_root) if image_root is not None else None
@@ -82,36 +73,12 @@ class JsonlReader:
             cache_dir=cache_dir,
             progress=progress,
         )
+        self.kind, self.shards = self._index.kind, self._index.shards
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether the first file's first line is a JSON object, or its suffix says JSON Lines."""
-        files = list_files(path, _SUFFIXES)
-        if not files:
-            return False
-        if files[0].lower().endswith(_SUFFIXES):
-            return True
-        with open(local(files[0]), "rb") as file:
-            line = file.readline(1 << 20).removeprefix(_BOM)
-        try:
-            value = json.loads(line)
-            return isinstance(value, dict) and _OTHERS.isdisjoint(value)
-        except (ValueError, RecursionError):
-            return False
-
-    @property
-    def shards(self) -> Sequence[ShardInfo]:
-        """The shards in the order of the data."""
-        return self._index.shards
-
-    @property
-    def kind(self) -> str:
-        """Format and options that the rows depend on: a key of what is derived from them."""
-        return self._index.kind
-
-    def digest(self) -> str:
-        """Return hex digits that change when any shard's name, size or row count does."""
-        return self._index.digest()
+        return files.is_first(path, _SUFFIXES, _is_row, 1 << 20)
 
     def read(
         self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
@@ -161,15 +128,13 @@ class JsonlReader:
 
     def _lines(self, shard: int, rows: Sequence[int]) -> list[tuple[int, int, int, bytes]]:
         """Return (row, line number from 1, first byte, text) of each row."""
-        numbers = self._index.rows(shard, rows)
+        numbers = self.numbers(shard, rows)
         arrays = self._index.part(shard).arrays
         starts = arrays["start"][numbers]
         sizes = arrays["stop"][numbers] - starts
         file = self._index.files[shard]
-        with open_shard(file, self._cache_dir) as descriptor:
-            data = read_regions(descriptor, file.path, starts, sizes).tobytes()
-        stops = np.cumsum(sizes)
-        texts = [data[i:j] for i, j in zip((stops - sizes).tolist(), stops.tolist(), strict=True)]
+        with files.open_shard(file, self._cache_dir) as descriptor:
+            texts = files.read_pieces(descriptor, file.path, starts, sizes)
         lines = arrays["line"][numbers].tolist()
         return list(zip(numbers.tolist(), lines, starts.tolist(), texts, strict=True))
 
@@ -185,11 +150,12 @@ class JsonlReader:
     ) -> Sample | SampleError:
         try:
             sample = parse(line)
-            key = next((sample[name] for name in _KEYS if sample.get(name) is not None), "")
+            key = next((sample[name] for name in files.KEYS if sample.get(name) is not None), "")
             if fields is not None:
                 sample = {name: sample[name] for name in fields if name in sample}
             refs = ImageRefs(root, shard, row)
-            refs.resolve(sample, self._image_fields, nested=b"image" in line or b"\\u" in line)
+            nested = any(word in line for word in (b"image", b"video", b"\\u"))
+            refs.resolve(sample, self._image_fields, nested=nested)
         except SampleError as error:
             where = self._where(shard, number, start)
             return SampleError(error.reason, f"{where}: {error.message}")
@@ -200,6 +166,14 @@ class JsonlReader:
         return f"{self.shards[shard].name}, line {number}, byte {start}"
 
 
+def _is_row(head: bytes) -> bool:
+    try:
+        value = json.loads(head.removeprefix(_BOM).partition(b"\n")[0])
+        return isinstance(value, dict) and _OTHERS.isdisjoint(value)
+    except (ValueError, RecursionError):
+        return False
+
+
 def parse(line: bytes) -> dict[str, Any]:
     """Return one line's object.
 
@@ -207,7 +181,7 @@ def parse(line: bytes) -> dict[str, Any]:
         SampleError: `bad_utf8`, or `bad_json`: it does not parse, or is not an object.
     """
     try:
-        value = _decoder.decode(line.decode())
+        value = files.parse_json(line.decode())
     except UnicodeDecodeError as error:
         message = f"not UTF-8 at byte {error.start} of the line. Encode the file as UTF-8."
         raise SampleError("bad_utf8", message) from None
@@ -221,13 +195,6 @@ def parse(line: bytes) -> dict[str, Any]:
     return fixed
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON. Write null or a number")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse)
-
-
 def _without_lone_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -239,7 +206,9 @@ def _without_lone_surrogates(value: Any) -> Any:
     return value
 
 
-def index_lines(file: ShardFile, *, block_bytes: int, cache_dir: PathLike | None = None) -> Part:
+def index_lines(
+    file: files.ShardFile, *, block_bytes: int, cache_dir: files.PathLike | None = None
+) -> Part:
     """Find the rows of a file.
 
     Args:
@@ -250,7 +219,7 @@ def index_lines(file: ShardFile, *, block_bytes: int, cache_dir: PathLike | None
     Raises:
         DatasetError: The file is compressed and its name does not say so, or it does not unpack.
     """
-    with open_shard(file, cache_dir) as descriptor:
+    with files.open_shard(file, cache_dir) as descriptor:
         if os.pread(descriptor, 4, 0).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
             raise DatasetError(f"{file.path} is compressed. Name it .jsonl.gz or .jsonl.zst.")
         origin = len(_BOM) if os.pread(descriptor, len(_BOM), 0) == _BOM else 0

@@ -7,7 +7,7 @@ Laws (tests/readers/test_lance.py, tests/contracts/reader.py):
        the rows behind it up and leaves no gap.
     3. `read` loads no payload but those of lists of plain binaries, whose lengths lie among them.
     4. A blob that points outside the dataset is refused, not read.
-    5. Forked and spawned processes read the same (see readers.lancesource).
+    5. Forked and spawned processes read the same (test_lance_processes.py, readers.lancesource).
 
 A column holds images if its type says so: binary, a Lance blob, a struct of `bytes` and `path`, or
 a list of binaries or structs. A null among plain binaries or structs looks like an image until it
@@ -15,7 +15,8 @@ is fetched, because Lance stores nulls among the payloads; then it is `no_image`
 
 Cost: one take for a block of rows; one for an image (0.4 ms), and the last few stay in memory.
 
-Imports: errors, records, readers.{arrowtable, files, lancesource}. Used by: io (by entry point).
+Imports: errors, records, stores, readers.{arrowtable, files, lancesource}. Used by: io (by entry
+point).
 """
 
 import os
@@ -33,21 +34,21 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.arrowtable import to_column
-from zephon_mm.readers.files import row_numbers
+from zephon_mm.readers.arrowtable import bytes_at, to_column
+from zephon_mm.readers.files import KEYS, Sharded
 from zephon_mm.readers.lancesource import blobs, describe, run, take
 from zephon_mm.records import Column, RowBlob
+from zephon_mm.stores import is_mirror
 
 pc: Any = pyarrow.compute  # it makes its functions when it is imported: no type checker sees them
 
-_KEYS = ("__key__", "id", "key")
 _MANIFEST_END = b"LANC"
 _CELLS = 16  # rows' images kept by a process: a header is asked for first, then all of the image
 
 Rows = NDArray[np.int64]
 
 
-class LanceReader:
+class LanceReader(Sharded):
     """Random access to the live rows of one version of a Lance dataset.
 
     Args:
@@ -84,13 +85,18 @@ class LanceReader:
                 "path and version."
             ) from None
         self._source, self._fragments, self.shards, self._holders = found
+        self.kind = f"lance-{self._source.version}"
         self._starts = list(accumulate((shard.num_rows for shard in self.shards), initial=0))
-        named = (name for name in _KEYS if name in self._holders)
+        named = (name for name in KEYS if name in self._holders)
         self._key = next((n for n in named if self._holders[n].kind in ("text", "value")), None)
 
     @classmethod
     def detect(cls, path: Any) -> bool:
-        """Whether a folder holds a Lance manifest in `_versions`, or a URI ends in `.lance`."""
+        """Whether a folder holds a Lance manifest in `_versions`, or a URI ends in `.lance`.
+
+        Raises:
+            DatasetError: Such a folder in a store, where pylance itself has to read.
+        """
         if not isinstance(path, str | os.PathLike):
             return False
         text = os.path.expanduser(os.fspath(path))
@@ -98,14 +104,11 @@ class LanceReader:
             return text.rstrip("/").endswith(".lance")
         with suppress(OSError, ValueError):  # ValueError: a NUL in the path
             for manifest in Path(text, "_versions").glob("*.manifest"):
+                if is_mirror(text):
+                    raise DatasetError("this is a Lance dataset in a store: set fmt='lance'.")
                 if manifest.read_bytes().endswith(_MANIFEST_END):
                     return True
         return False
-
-    @property
-    def kind(self) -> str:
-        """Format and version: a key of what is derived from the rows."""
-        return f"lance-{self._source.version}"
 
     def digest(self) -> str:
         """Return hex digits over version, fragments and the names of their files, not the place."""
@@ -118,10 +121,10 @@ class LanceReader:
 
         Raises:
             IndexError: No such row.
-            OSError: The store failed, or a file is damaged.
-            DatasetError: The version is gone, or the dataset was replaced.
+            OSError: The store failed.
+            DatasetError: A file is damaged, the version is gone, or the dataset was replaced.
         """
-        numbers = self._numbers(shard, rows)
+        numbers = self.numbers(shard, rows)
         names = [name for name in self._holders if fields is None or name in fields]
         asked = dict.fromkeys(
             self._holders[name].projection for name in (*names, self._key) if name
@@ -140,15 +143,10 @@ class LanceReader:
             SampleError: `no_image`: it is null; `path_outside_root`: it is stored elsewhere.
         """
         name, _, item = blob.field.partition(".")
-        value = _cell(self, blob.shard, blob.row, name)
-        if item and value.is_valid:
-            value = value[int(item)]
-        if value.is_valid and pa.types.is_struct(value.type):
-            value = value["bytes"]
-        if not value.is_valid:
+        data: bytes | None = bytes_at(_cell(self, blob.shard, blob.row, name), [item] * bool(item))
+        if data is None:
             where = f"{self.shards[blob.shard].name}/{blob.row}, {blob.field}"
             raise SampleError("no_image", f"{where} is null. Store the image's bytes in it.")
-        data: bytes = value.as_py()
         return data
 
     def columns(self, shard: int, rows: Rows, fields: Sequence[str]) -> dict[str, Column]:
@@ -156,7 +154,7 @@ class LanceReader:
 
         A null image is no value. Other fields are left out, and blobs if one is stored elsewhere.
         """
-        numbers = self._numbers(shard, rows)
+        numbers = self.numbers(shard, rows)
         kinds = {name: self._holders[name].kind for name in fields if name in self._holders}
         plain = [name for name, kind in kinds.items() if kind in ("text", "bytes", "struct")]
         table = self._take(shard, numbers, plain)
@@ -168,10 +166,6 @@ class LanceReader:
             arrays[name] = pc.struct_field(arrays[name], "bytes")
         columns = {name: to_column(array) for name, array in arrays.items()}
         return {name: column for name, column in columns.items() if column is not None}
-
-    def _numbers(self, shard: int, rows: Sequence[int] | Rows) -> Rows:
-        name, num_rows, _ = self.shards[shard]
-        return row_numbers(name, num_rows, rows)
 
     def _take(self, shard: int, rows: Rows, columns: list[str]) -> pa.Table:
         """Return columns of rows in the order asked; a blob's are descriptors."""
@@ -224,7 +218,7 @@ class LanceReader:
 @lru_cache(maxsize=_CELLS)
 def _cell(reader: LanceReader, shard: int, row: int, name: str) -> pa.Scalar:
     """Return the images of one column of a row."""
-    rows = reader._numbers(shard, [row])
+    rows = reader.numbers(shard, [row])
     if reader._holders[name].kind == "blob":
         return reader._blobs(shard, rows, name)[0]
     return reader._take(shard, rows, [name])[name][0]

@@ -1,6 +1,6 @@
 """What pylance is asked for: a version's description, rows, blobs; never in a forked process.
 
-Laws (tests/readers/test_lance.py):
+Laws (tests/readers/test_lance.py, tests/readers/test_lance_processes.py):
     1. Every process reads the version that was described first, or gets an error.
     2. pylance runs in no process that was forked from one that had loaded it. There it crashes or
        hangs, also with a dataset of its own (seen with pylance 14: 1 child in 10). A fresh
@@ -9,7 +9,7 @@ Laws (tests/readers/test_lance.py):
 
 Cost: in a forked process, half a second once, and a copy of what is read.
 
-Imports: errors, records, rng, readers.arrowtable, pylance. Used by: readers.lance.
+Imports: errors, records, rng, readers.{arrowtable, files}, pylance. Used by: readers.lance.
 """
 
 import os
@@ -18,13 +18,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
 from zephon_mm.errors import DatasetError
-from zephon_mm.readers.arrowtable import is_binary, is_list, is_picture
+from zephon_mm.readers.arrowtable import is_binary, is_list, is_picture, is_text
+from zephon_mm.readers.files import damage_named
 from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 
@@ -64,8 +66,8 @@ def run(function: Callable[..., T], *args: Any) -> T:
     """Call one of `describe`, `take` and `blobs` where pylance can run.
 
     Raises:
-        OSError: The store failed, or a file is damaged.
-        DatasetError: A data file is missing or cut, or the dataset was removed or replaced.
+        OSError: The store failed.
+        DatasetError: A file is missing or damaged, or the dataset was removed or replaced.
         ValueError: `describe` found no such dataset or version.
     """
     return _fresh(os.getpid()).run(function, *args) if _forked else function(*args)
@@ -102,13 +104,21 @@ def take(source: Source, fragment: int | None, rows: list[int], columns: list[st
         columns: Names, or paths into structs.
     """
     dataset = _dataset(source)
-    return (dataset if fragment is None else dataset.get_fragment(fragment)).take(rows, columns)
+    with _damage_named(source, "" if fragment is None else f", fragment-{fragment}"):
+        return (dataset if fragment is None else dataset.get_fragment(fragment)).take(rows, columns)
 
 
 def blobs(source: Source, rows: list[int], column: str) -> list[bytes | None]:
     """Return the payloads of a blob column, by rows of the dataset."""
-    found = _dataset(source).read_blobs(column, indices=rows, preserve_order=True)
-    return [data for _, data in found]
+    dataset = _dataset(source)
+    with _damage_named(source, f", column {column}"):
+        found = dataset.read_blobs(column, indices=rows, preserve_order=True)
+        return [data for _, data in found]
+
+
+def _damage_named(source: Source, place: str) -> AbstractContextManager[None]:
+    """Name what is damaged; of a store, an error without a number may be its own."""
+    return nullcontext() if "://" in source.uri else damage_named(source.uri + place)
 
 
 def _check(path: str, size: int | None, shard: str) -> None:
@@ -132,8 +142,7 @@ def _holder(field: pa.Field) -> Holder:
         inner = f"{name}.{kind.value_field.name}.path"
         has_paths = is_picture(kind.value_type) and kind.value_type.get_field_index("path") >= 0
         return Holder("list", inner if has_paths else name)
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return Holder("text" if is_text else "value", name)
+    return Holder("text" if is_text(kind) else "value", name)
 
 
 @lru_cache(maxsize=64)

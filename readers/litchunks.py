@@ -15,11 +15,10 @@ Used by: readers.litdata.
 import mmap
 import os
 import struct
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -27,20 +26,12 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.readers.arrowtable import ArrowTable, blobs_of, holds_binary, to_column
-from zephon_mm.readers.files import ShardFile, inflated, open_shard, read_regions
+from zephon_mm.readers.files import ShardFile, damage_named, inflated, open_shard
 from zephon_mm.readers.imagerefs import value_at
 from zephon_mm.readers.litindex import Chunk
 from zephon_mm.records import Column
 
 _ZSTD, _FRAMES, _ARROW = b"\x28\xb5\x2f\xfd", b"LDFZ01\0\0", b"LDARW01\0"
-
-
-class Places(NamedTuple):
-    """Where the values of n rows are: (n, values) first bytes and sizes, (n,) if a row fits."""
-
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    fits: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=4096)
@@ -101,47 +92,8 @@ def _unpack_frames(data: memoryview, table: int, out: BinaryIO) -> None:
         out.writelines(inflated(data[at : at + packed], "zstd", size))
 
 
-@contextmanager
-def damage_named(path: str) -> Iterator[None]:
-    """Turn what codecs and Arrow say of their data into an error that names the chunk."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, struct.error, pa.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the environment; what pyarrow says of the data has no number
-        raise DatasetError(
-            f"{path} is damaged: {error}. Restore the chunk, or write the dataset again."
-        ) from None
-
-
-def locate(descriptor: int, path: str, rows: NDArray[np.int64], num_values: int) -> Places:
-    """Return where the values of rows are.
-
-    Args:
-        descriptor: Of the plain file.
-        path: Of the chunk, for messages.
-        rows: (n,) int64.
-        num_values: Of a row; 0 for rows that are one value without its size.
-
-    Raises:
-        DatasetError: The table is damaged.
-    """
-
-    def words(starts: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        data = read_regions(descriptor, path, starts, np.full(len(starts), 4 * number))
-        return data.view("<u4").reshape(len(starts), number).astype(np.int64)
-
-    starts, stops = words(4 + 4 * rows, 2).T
-    heads = starts + 4 * num_values
-    if (heads > stops).any() or (stops > os.fstat(descriptor).st_size).any():
-        raise DatasetError(f"{path}: its table of rows is damaged. Restore the chunk.")
-    sizes = words(starts, num_values) if num_values else (stops - starts)[:, None]
-    ends = heads[:, None] + np.cumsum(sizes, axis=1)
-    return Places(ends - sizes, sizes, ends[:, -1] == stops)
-
-
 _CHECKED = 65_536
-_checked: dict[tuple[Any, ...], None] = {}  # columns of batches that this process found sound
+_checked: set[tuple[Any, ...]] = set()  # columns of batches that this process found sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +141,8 @@ class ArrowRows:
         """Return stored texts and bytes."""
         with damage_named(self.file.path):
             table, places = self._table(names)
-            found = {
-                name: _taken([to_column(batch.column(name)) for batch in table.batches], places)
-                for name in table.schema.names
-            }
+            taken = table.take(table.schema.names, places)
+            found = {name: to_column(array) for name, array in taken.items()}
         return {name: column for name, column in found.items() if column is not None}
 
     def _table(self, names: Collection[str | None] | None) -> tuple[ArrowTable, NDArray[np.int64]]:
@@ -209,29 +159,9 @@ class ArrowRows:
             checked = (*self.file[1:], number, *wanted)
             if checked not in _checked:
                 batch.validate(full=True)  # Arrow believes offsets
-                _checked[checked] = None
-                while len(_checked) > _CHECKED:
-                    _checked.pop(next(iter(_checked)), None)
+                if len(_checked) >= _CHECKED:
+                    _checked.clear()
+                _checked.add(checked)
             if batch.num_rows != min(size, self.num_rows - number * size):
                 raise ValueError(f"batch {number} has {batch.num_rows} of {self.num_rows} rows")
         return ArrowTable(batches), inverse * size + self.rows % size
-
-
-def _taken(parts: Sequence[Column | None], places: NDArray[np.int64]) -> Column | None:
-    """Return rows of the batches of a column; all batches but the last are of one size."""
-    columns = [part for part in parts if part is not None]
-    if len(columns) < len(parts):
-        return None
-    starts, stops, valid = (
-        np.concatenate(arrays)[places]
-        for arrays in (
-            [np.append(0, column.ends[:-1]) for column in columns],
-            [column.ends for column in columns],
-            [column.valid for column in columns],
-        )
-    )
-    views = [column.data.data for column in columns]
-    numbers = places // len(columns[0].ends)
-    spans = zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True)
-    data = b"".join([views[number][start:stop] for number, start, stop in spans])
-    return Column(np.frombuffer(data, np.uint8), np.cumsum(stops - starts), valid)

@@ -4,7 +4,8 @@ Laws (tests/readers/test_litdata.py):
     1. What litdata left when it was interrupted is named.
     2. No chunk's name leaves the folder.
 
-Imports: errors, readers.{files, imagerefs, litvalues}. Used by: readers.{litchunks, litdata}.
+Imports: errors, readers.{files, imagerefs, litvalues, rowtable}. Used by:
+readers.{litchunks, litdata}.
 """
 
 import json
@@ -19,6 +20,7 @@ from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards
 from zephon_mm.readers.imagerefs import Place, place_name
 from zephon_mm.readers.litvalues import IMAGES, TEXTS
+from zephon_mm.readers.rowtable import Field
 
 INDEX = "index.json"
 _LEFT = re.compile(r"chunk-\d+-\d+\..*bin|\d+[.-]index\.json")
@@ -36,17 +38,16 @@ class Chunk(NamedTuple):
 
 
 class LitIndex(NamedTuple):
-    """A dataset: its chunks, and the values of a row, which are numbered.
+    """A dataset: its chunks, and the values of a row.
 
-    `kinds` are their serializers, `fields` the rows' structure, with numbers in the place of
-    values, `leaves` the number at each place, such as "images/0".
+    `fields` are the values, by their places, such as "images/0"; `tree` is the rows' structure,
+    with those places for values.
     """
 
     files: Sequence[ShardFile]
     chunks: Sequence[Chunk]
-    kinds: Sequence[str]
-    fields: Mapping[str, Any]
-    leaves: Mapping[str, int]
+    fields: Mapping[str, Field]
+    tree: Mapping[str, Any]
 
 
 def is_litdata(path: Paths) -> bool:
@@ -89,6 +90,8 @@ def load(path: Paths) -> LitIndex:
             "Name the format with fmt=, such as fmt='parquet'."
         )
     config = index["config"]
+    if config is None:
+        raise DatasetError(f"{file} lists no chunks: its writer got no row. Write it again.")
     unread = [name for name in ("encryption", "temporal_schema") if config.get(name)]
     unread += ["sample"] if config.get("compression_level") == "sample" else []
     if unread:
@@ -101,13 +104,15 @@ def load(path: Paths) -> LitIndex:
 
 
 def _parsed(folder: str, config: Any, entries: Any) -> LitIndex:
-    kinds = [str(kind) for kind in config["data_format"]]
-    tree = _tree(json.loads(config["data_spec"])[1], count())
-    fields = tree if isinstance(tree, dict) else _named(tree, kinds)
-    leaves = dict(_leaves(fields, ()))
+    kinds, numbers = [str(kind) for kind in config["data_format"]], count()
+    parsed = _tree(json.loads(config["data_spec"])[1], numbers)
+    if next(numbers) != len(kinds):
+        raise ValueError("its fields do not add up")
+    fields: dict[str, Field] = {}
+    tree = _placed(parsed if isinstance(parsed, dict) else _named(parsed, kinds), (), kinds, fields)
     names = [str(entry["filename"]) for entry in entries]
     chunks = [Chunk(int(e["chunk_size"]), int(e["chunk_bytes"]), e.get("dim")) for e in entries]
-    if [*leaves.values()] != [*range(len(kinds))] or any(chunk.num_rows < 0 for chunk in chunks):
+    if len(fields) < len(kinds) or any(chunk.num_rows < 0 for chunk in chunks):
         raise ValueError("its fields or chunks do not add up")
     if bad := [name for name in names if os.path.basename(name) != name or name[-4:] != ".bin"]:
         raise ValueError(f"{bad[0]!r} is no chunk in its folder")
@@ -119,16 +124,18 @@ def _parsed(folder: str, config: Any, entries: Any) -> LitIndex:
                 f"{file.path} has {file.num_bytes} bytes, {INDEX} says {least} for its rows. "
                 "It was cut, or is not finished. Restore it, or write the dataset again."
             )
-    return LitIndex(files, chunks, kinds, fields, leaves)
+    return LitIndex(files, chunks, fields, tree)
 
 
-def _leaves(tree: Any, place: Place) -> Iterator[tuple[str, int]]:
-    """Yield place and number of the values of a tree, in order."""
+def _placed(tree: Any, place: Place, kinds: Sequence[str], fields: dict[str, Field]) -> Any:
+    """Return a structure with its values' places for their numbers; add the values to `fields`."""
     if isinstance(tree, int):
-        yield place_name(place), tree
-        return
-    for step, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        yield from _leaves(part, (*place, step))
+        name = place_name(place)
+        fields[name] = Field(name, kinds[tree], None)
+        return name
+    steps = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    parts = {step: _placed(part, (*place, step), kinds, fields) for step, part in steps}
+    return parts if isinstance(tree, dict) else [*parts.values()]
 
 
 def _place(path: PathLike) -> tuple[str, str]:
@@ -140,9 +147,11 @@ def _place(path: PathLike) -> tuple[str, str]:
 
 def _is_index(index: Any) -> bool:
     """Whether parsed JSON is LitData's index of its own chunks."""
-    config = index.get("config") if isinstance(index, dict) else None
-    has_rows = isinstance(config, dict) and config.get("item_loader") != "ParquetLoader"
-    return has_rows and isinstance(index.get("chunks"), list)
+    if not isinstance(index, dict) or not isinstance(index.get("chunks"), list):
+        return False
+    config = index.get("config", "")
+    is_empty = config is None and not index["chunks"]  # of a writer that got no row
+    return is_empty or (isinstance(config, dict) and config.get("item_loader") != "ParquetLoader")
 
 
 def _tree(spec: Any, numbers: Iterator[int]) -> Any:

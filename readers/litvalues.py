@@ -5,7 +5,7 @@ Laws (tests/readers/test_litdata.py):
     2. Damaged bytes are a SampleError. No size in a header is believed before it is checked.
     3. Nothing is unpickled unless that is allowed.
 
-Imports: errors. Used by: readers.{litdata, litindex}.
+Imports: errors, readers.mdsvalues. Used by: readers.{litdata, litindex}.
 """
 
 import json
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.errors import SampleError
+from zephon_mm.readers.mdsvalues import pickle_refused
 
 TEXTS = frozenset({"str", "text"})
 _MEDIA = frozenset({"jpeg", "image", "tifffile", "tiff", "video", "audio", "nifti", "mesh", "pdf"})
@@ -37,13 +38,13 @@ _DAMAGED = (
 )
 
 
-def decode(kind: str, data: bytes, place: str = "", *, allow_pickle: bool) -> Any:
+def decode(place: str, kind: str, data: bytes, *, allow_pickle: bool) -> Any:
     """Return a stored value.
 
     Args:
+        place: In the row, for messages.
         kind: Of the serializer, as in `data_format`: "int", "no_header_numpy:8", ...
         data: What it stored.
-        place: In the row, for messages.
         allow_pickle: Run what a pickle asks for.
 
     Raises:
@@ -51,11 +52,7 @@ def decode(kind: str, data: bytes, place: str = "", *, allow_pickle: bool) -> An
     """
     name, _, option = kind.partition(":")
     if name == "pickle" and not allow_pickle:
-        raise SampleError(
-            "pickle_refused",
-            f"field {place!r} is a pickle, which can run any code. If you trust who wrote it, set "
-            "allow_pickle=True.",
-        )
+        raise pickle_refused(place)
     if name not in _DECODERS:
         message = f"field {place!r} was written by {kind!r}, not by one of {', '.join(_DECODERS)}."
         raise SampleError("unknown_serializer", message)

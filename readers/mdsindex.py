@@ -5,7 +5,7 @@ Laws (tests/readers/test_mds.py):
     2. No path leaves the folder of its index. A folder of shards that no index covers is an error.
     3. A compressed shard gives exactly as many bytes as the index says, or an error.
 
-Imports: errors, stores, readers.{files, mdsvalues}. Used by: readers.mds.
+Imports: errors, stores, readers.{files, mdsvalues, rowtable}. Used by: readers.mds.
 """
 
 import json
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from zephon_mm.errors import DatasetError
-from zephon_mm.readers.files import PathLike, Paths, inflated
+from zephon_mm.readers.files import PathLike, Paths, damage_named, inflated
 from zephon_mm.readers.mdsvalues import is_known
+from zephon_mm.readers.rowtable import Field
 from zephon_mm.stores import local
 
 INDEX = "index.json"
@@ -31,14 +32,6 @@ _REBUILD = (
 )
 
 
-class MDSColumn(NamedTuple):
-    """A column; `size` is that of every value, in bytes, or None."""
-
-    name: str
-    encoding: str
-    size: int | None
-
-
 class MDSShard(NamedTuple):
     """A shard. `path` is its file, which is compressed if there is a `codec`; `num_bytes` is not.
 
@@ -49,7 +42,7 @@ class MDSShard(NamedTuple):
     path: str
     num_rows: int
     num_bytes: int
-    columns: tuple[MDSColumn, ...]
+    columns: tuple[Field, ...]
     hashes: tuple[tuple[str, str], ...]
     codec: str
 
@@ -62,13 +55,19 @@ def find_mds(path: Paths) -> tuple[MDSShard, ...]:
     Raises:
         DatasetError: An index or a shard is missing or damaged.
     """
-    paths = [path] if isinstance(path, str | os.PathLike) else path
-    roots = [os.path.abspath(os.path.expanduser(one)) for one in paths]
+    roots = folders_of(path)
     top = os.path.commonpath(roots or [""])
     shards = tuple(s for root in roots for folder in _streams(root) for s in _load(folder, top))
     if len({shard.path for shard in shards}) < len(shards):
         raise DatasetError(f"{path} has a shard twice. Repeat data by its weight in the mixture.")
     return shards
+
+
+def folders_of(path: Paths) -> list[str]:
+    """Return the absolute paths of the folders, of which one may be named by its index."""
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    roots = (os.path.abspath(os.path.expanduser(os.fspath(one))) for one in paths)
+    return [os.path.dirname(root) if os.path.basename(root) == INDEX else root for root in roots]
 
 
 def _streams(root: str) -> Iterator[str]:
@@ -107,9 +106,9 @@ def _shard(folder: str, top: str, entry: Any) -> MDSShard:
     if (entry["format"], entry["version"]) != ("mds", 2):
         raise ValueError(f"format {entry['format']} {entry['version']}, expected mds 2")
     described = (entry[f"column_{part}"] for part in ("names", "encodings", "sizes"))
-    columns = tuple(MDSColumn(n, e, s or None) for n, e, s in zip(*described, strict=True))
+    columns = tuple(Field(n, e, s or None) for n, e, s in zip(*described, strict=True))
     for column in columns:
-        if not is_known(column.encoding) or (column.size or 0) < 0:
+        if not is_known(column.kind) or (column.size or 0) < 0:
             raise ValueError(f"{column} has an encoding or a size that no known version writes")
     raw, zipped = entry["raw_data"], entry["zip_data"]
     rows, size = int(entry["samples"]), int(raw["bytes"])
@@ -153,16 +152,13 @@ def unpack(target: str, *, shard: MDSShard) -> None:
     """
     with open(local(shard.path), "rb") as source:
         data = source.read()
-    try:
-        with open(target, "wb") as file:
-            file.writelines(_chunks(data, shard))
-            if file.tell() != shard.num_bytes:
-                raise ValueError(f"it gives {file.tell()} bytes, {INDEX} says {shard.num_bytes}")
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the environment; what pyarrow says of the data has no number
-        message = f"{shard.path} does not unpack ({shard.codec}): {error}. Restore it."
-        raise DatasetError(message) from None
+    with (
+        damage_named(shard.path, f"does not unpack ({shard.codec})"),
+        open(target, "wb") as file,
+    ):
+        file.writelines(_chunks(data, shard))
+        if file.tell() != shard.num_bytes:
+            raise ValueError(f"it gives {file.tell()} bytes, {INDEX} says {shard.num_bytes}")
 
 
 def _chunks(data: bytes, shard: MDSShard) -> Iterator[bytes]:

@@ -6,11 +6,10 @@ Laws (tests/readers/test_mds.py):
     2. No memory is taken for a size that the bytes at hand do not bear out.
     3. A pickle is not loaded unless that was allowed.
 
-Imports: errors. Used by: readers.mds, readers.mdsindex.
+Imports: errors, readers.files. Used by: readers.{litvalues, mds, mdsindex, rowtable}.
 """
 
 import io
-import json
 import pickle
 from collections.abc import Callable
 from decimal import Decimal
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from zephon_mm.errors import SampleError
+from zephon_mm.readers.files import parse_json
 
 BLOBS = frozenset({"bytes", "jpeg", "png", "pil"})
 """Encodings whose values are read as blobs."""
@@ -59,17 +59,22 @@ def decode(name: str, encoding: str, data: bytes, *, allow_pickle: bool) -> Any:
     """
     kind, *arguments = encoding.split(":")
     if kind == "pkl" and not allow_pickle:
-        raise SampleError(
-            "pickle_refused",
-            f"field {name!r} is a pickle, which can run any code. If you trust who wrote it, set "
-            "allow_pickle=True.",
-        )
+        raise pickle_refused(name)
     try:
         return _DECODERS[kind](data, *arguments)
     except (*_DEFECTS, *_PICKLE_DEFECTS) as error:
         reason = "bad_json" if kind == "json" else "bad_value"
         reason = "bad_utf8" if isinstance(error, UnicodeDecodeError) else reason
         raise SampleError(reason, f"field {name!r} is no valid {encoding}: {error}") from None
+
+
+def pickle_refused(name: str) -> SampleError:
+    """Return the error of a field that would run code."""
+    return SampleError(
+        "pickle_refused",
+        f"field {name!r} is a pickle, which can run any code. If you trust who wrote it, set "
+        "allow_pickle=True.",
+    )
 
 
 def _array(data: bytes, dtype: str = "", shape: str = "") -> NDArray[Any]:
@@ -89,17 +94,13 @@ def _number(data: bytes, *, dtype: str) -> Any:
     return value
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON: write null, or a number")
-
-
 _DECODERS: dict[str, Callable[..., Any]] = {
     "str": bytes.decode,
     "int": partial(_number, dtype="int64"),
     "str_int": int,
     "str_float": float,
     "str_decimal": lambda data: Decimal(data.decode()),
-    "json": lambda data: json.loads(data.decode(), parse_constant=_refuse),
+    "json": lambda data: parse_json(data.decode()),
     "ndarray": _array,
     "pkl": pickle.loads,
     **{name: partial(_number, dtype=name) for name in _NUMBERS},

@@ -1,6 +1,6 @@
 """Parquet files and Hugging Face dataset folders: row groups as shards, images as blobs.
 
-Laws (tests/readers/test_parquet.py, tests/contracts/reader.py):
+Laws (tests/readers/test_parquet.py, test_parquet_files.py, tests/contracts/reader.py):
     1. A row group is decoded once a machine: its values and its images become two Arrow files in
        the file cache, which are mapped from then on. Memory holds a few pages of it, whatever
        its size, and rows cost the same in any order.
@@ -24,7 +24,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
 from zephon_mm.readers import arrowtable as arrow
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, list_files, open_shard, row_numbers
+from zephon_mm.readers import files
 from zephon_mm.readers.hubfolder import split_files
 from zephon_mm.readers.imagerefs import IMAGE_FIELDS, ImageRefs, decode_base64, place_name
 from zephon_mm.readers.rowindex import Part, RowIndex
@@ -46,13 +46,13 @@ from zephon_mm.rng import digest
 from zephon_mm.stores import local
 
 _SUFFIXES = (".parquet", ".pq", ".arrow")
-_KEYS = ("__key__", "id", "key")
 _BATCH_BYTES, _BATCH_ROWS = 8 << 20, 1 << 16  # of a row group that is unpacked, at once
 _SMALL = 8  # decoding a row group that many times costs less than writing it to a disk
 _LARGE_BYTES = 1 << 30  # a row group of more is warned of
+_DAMAGED = "is no whole Parquet or Arrow file"
 
 
-class ParquetReader:
+class ParquetReader(files.Sharded):
     """Random access to the rows of Parquet and Arrow files.
 
     Args:
@@ -74,14 +74,14 @@ class ParquetReader:
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
         config: str | None = None,
         split: str | None = None,
-        image_root: PathLike | None = None,
-        image_map: Mapping[str, str] | PathLike | None = None,
+        image_root: files.PathLike | None = None,
+        image_map: Mapping[str, str] | files.PathLike | None = None,
     ) -> None:
         folder = _folder(path)
         if folder is not None:
@@ -93,6 +93,8 @@ class ParquetReader:
         self._image_map: Mapping[str, str] | str | None = (
             os.path.realpath(image_map) if isinstance(image_map, str | os.PathLike) else image_map
         )
+        told = image_map if isinstance(image_map, Mapping) else {}
+        self.kind = f"parquet-{digest(*map(repr, sorted(told.items())))}" if told else "parquet"
         self._files = FileCache(cache_folder(cache_dir))
         self._index = RowIndex(
             path,
@@ -115,10 +117,10 @@ class ParquetReader:
         self.shards = tuple(shards)
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether the first file that `path` stands for starts as Parquet or Arrow."""
         with suppress(DatasetError, OSError, ValueError):
-            for file in list_files(path, _SUFFIXES)[:1]:
+            for file in files.list_files(path, _SUFFIXES)[:1]:
                 if os.path.basename(os.path.dirname(file)).startswith("_"):
                     return False  # another format's own: Lance has its deletions as Arrow files
                 with open(local(file), "rb") as opened:
@@ -126,19 +128,11 @@ class ParquetReader:
                 stem, suffix = os.path.splitext(file)
                 if os.path.isfile(f"{stem}.tar") and _folder(path):
                     return False  # img2dataset writes a table of metadata beside each tar
+                if suffix.lower() in (".parquet", ".pq"):
+                    return True  # also one that is cut, whose error names it
                 is_stream = head.startswith(b"\xff\xff\xff\xff") and suffix.lower() == ".arrow"
                 return is_stream or head.startswith(b"PAR1") or head == b"ARROW1"
         return False
-
-    @property
-    def kind(self) -> str:
-        """Format and options that the rows depend on: a key of what is derived from them."""
-        told = self._image_map if isinstance(self._image_map, Mapping) else {}
-        return f"parquet-{digest(*map(repr, sorted(told.items())))}" if told else "parquet"
-
-    def digest(self) -> str:
-        """Return hex digits over kind, and names, sizes and row counts of the row groups."""
-        return digest(self.kind, *(value for shard in self.shards for value in shard))
 
     def read(
         self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
@@ -149,11 +143,11 @@ class ParquetReader:
             IndexError: No such row.
             DatasetError: The row group does not decode, or its file changed.
         """
-        numbers = self._numbers(shard, rows)
+        numbers = self.numbers(shard, rows)
         table = self._table(shard)
         stored = [name for name in table.schema.names if name not in table.images]
         wanted = [name for name in [*stored, *table.images] if fields is None or name in fields]
-        keys = [name for name in _KEYS if name in stored]
+        keys = [name for name in files.KEYS if name in stored]
         taken = table.take([name for name in stored if name in {*wanted, *keys}], numbers)
         columns = {name: _listed(array) for name, array in taken.items()}
         refs: list[str] = list(IMAGE_FIELDS)
@@ -175,18 +169,11 @@ class ParquetReader:
             SampleError: It is null, or base64 that does not decode.
             DatasetError: The row group does not decode, or its file changed.
         """
-        self._numbers(blob.shard, [blob.row])
+        self.numbers(blob.shard, [blob.row])
         name, *steps = (s.replace("~1", "/").replace("~0", "~") for s in blob.field.split("/"))
         is_image = name in self._table(blob.shard).images
         cell = self._table(blob.shard, images=is_image).cell(name, blob.row)
-        for step in steps:
-            if arrow.is_list(cell.type):
-                cell = cell[int(step)]
-            elif pa.types.is_struct(cell.type):
-                cell = cell[step]
-        if arrow.is_picture(cell.type) and cell.is_valid:
-            cell = cell["bytes"]
-        data = cell.as_py()
+        data = arrow.bytes_at(cell, steps)
         try:
             if data is None:
                 raise SampleError("no_image", "null. Remove the row, or restore the image.")
@@ -206,7 +193,7 @@ class ParquetReader:
             IndexError: No such row.
             DatasetError: The row group does not decode, or its file changed.
         """
-        numbers = self._numbers(shard, rows)
+        numbers = self.numbers(shard, rows)
         table = self._table(shard)
         images = [name for name in fields if name in table.images]
         taken = table.take(
@@ -217,22 +204,19 @@ class ParquetReader:
         columns = {name: arrow.to_column(array) for name, array in taken.items()}
         return {name: column for name, column in columns.items() if column is not None}
 
-    def _numbers(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        name, num_rows, _ = self.shards[shard]
-        return row_numbers(name, num_rows, rows)
-
     def _table(self, shard: int, *, images: bool = False, at_once: int = 0) -> arrow.ArrowTable:
         """Return a shard's values, or its images; `at_once` of them are wanted."""
         number, group = self._groups[shard]
         file = self._index.files[number]
         if self._index.part(number).meta["is_arrow"]:
-            with open_shard(file):
-                return _mapped(file.path, file.mtime_ns)
+            with files.open_shard(file):
+                return _mapped_images(file.path, file.mtime_ns)
         if images and at_once * _SMALL >= self.shards[shard].num_rows:
             return _in_memory(file, group)
         what = "images" if images else "values"
         key = f"{what} of {file.path}#{group}, {file.num_bytes} bytes, mtime {file.mtime_ns}"
-        return _mapped(self._files.get(key, partial(_unpack, file, group, images=images)))
+        path = self._files.get(key, partial(_unpack, file, group, images=images))
+        return (_mapped_images if images else _mapped)(path)
 
     def _pictures(self, shard: int, name: str, rows: list[int], refs: list[str]) -> list[Any]:
         """Return one image column, nested as it is stored; add its name if it may hold paths."""
@@ -264,8 +248,12 @@ class ParquetReader:
 
 
 @lru_cache(maxsize=16)
-def _mapped(path: str, age: int = 0) -> arrow.ArrowTable:
+def _mapped_images(path: str, age: int = 0) -> arrow.ArrowTable:
     return arrow.ArrowTable.map(local(path))
+
+
+_mapped = lru_cache(maxsize=256)(_mapped_images.__wrapped__)
+"""Without images they are small, and a block of raw samples is of rows from fifty."""
 
 
 def _listed(array: Any) -> list[Any]:
@@ -279,9 +267,9 @@ def _listed(array: Any) -> list[Any]:
         return [SampleError(reason, f"{error}. Write the column again.")]
 
 
-def _index_file(file: ShardFile) -> Part:
+def _index_file(file: files.ShardFile) -> Part:
     """Return the rows and uncompressed bytes of a file's row groups."""
-    with open_shard(file) as descriptor, _named(file):
+    with files.open_shard(file) as descriptor, files.damage_named(file.path, _DAMAGED):
         is_arrow = os.pread(descriptor, 4, 0) != b"PAR1"
         if is_arrow:
             table = arrow.ArrowTable.map(local(file.path))
@@ -290,13 +278,23 @@ def _index_file(file: ShardFile) -> Part:
             sizes = [(sum(batch.num_rows for batch in table.batches), file.num_bytes)]
         else:
             footer = pq.read_metadata(local(file.path))
+            _require_clear(footer.schema.to_arrow_schema())
             groups = map(footer.row_group, range(footer.num_row_groups))
             sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     rows, num_bytes = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
     return Part(int(rows.sum()), {"is_arrow": is_arrow}, {"rows": rows, "bytes": num_bytes})
 
 
-def _unpack(file: ShardFile, group: int, target: str, *, images: bool) -> None:
+def _require_clear(schema: Any) -> None:
+    """Refuse columns of which a path in the footer may mean either."""
+    images = [field.name for field in schema if arrow.holds_binary(field.type)]
+    for name in schema.names:
+        others = [one for one in images if name.startswith(f"{one}.")]
+        if others or schema.names.count(name) > 1:
+            raise ValueError(f"columns {name!r} and {[*others, name][0]!r} cannot be told apart")
+
+
+def _unpack(file: files.ShardFile, group: int, target: str, *, images: bool) -> None:
     """Write the images of a row group, or all else that is in it, as an Arrow stream."""
     writer = None
     with pa.OSFile(target, "wb") as sink:
@@ -307,13 +305,13 @@ def _unpack(file: ShardFile, group: int, target: str, *, images: bool) -> None:
 
 
 @lru_cache(maxsize=2)
-def _in_memory(file: ShardFile, group: int) -> arrow.ArrowTable:
+def _in_memory(file: files.ShardFile, group: int) -> arrow.ArrowTable:
     return arrow.ArrowTable(_batches(file, group, images=True))
 
 
-def _batches(file: ShardFile, group: int, *, images: bool) -> Iterator[Any]:
+def _batches(file: files.ShardFile, group: int, *, images: bool) -> Iterator[Any]:
     """Yield the images of a row group, or all else that is in it, as record batches."""
-    with open_shard(file), _named(file):
+    with files.open_shard(file), files.damage_named(file.path, _DAMAGED):
         # With a buffer a column's chunk is read piece by piece, without one as a whole.
         options = {"buffer_size": 1 << 20, "pre_buffer": False, "page_checksum_verification": True}
         source = pq.ParquetFile(local(file.path), **options)
@@ -363,18 +361,6 @@ def _leaves(
     return wanted, nulls
 
 
-@contextmanager
-def _named(file: ShardFile) -> Iterator[None]:
-    """Name the file in what Arrow says of its contents."""
-    try:
-        yield
-    except (ValueError, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise  # the environment; what Arrow says of the data has no number
-        what = f"{file.path} is no whole Parquet or Arrow file: {error}"
-        raise DatasetError(f"{what}. Restore it, or write it again.") from None
-
-
 def _warn_of_large(groups: Sequence[ShardInfo]) -> None:
     for name, num_rows, num_bytes in groups:
         if num_bytes > _LARGE_BYTES:
@@ -387,7 +373,7 @@ def _warn_of_large(groups: Sequence[ShardInfo]) -> None:
             return  # one of a file is enough
 
 
-def _folder(path: Paths) -> str | None:
+def _folder(path: files.Paths) -> str | None:
     """Return a path as an absolute one if it is a folder."""
     if not isinstance(path, str | os.PathLike):
         return None

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from zephon_mm.arrayfile import ArrayFile
 from zephon_mm.errors import DatasetError
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, printable, row_numbers
+from zephon_mm.readers.files import PathLike, Paths, Sharded, ShardFile, find_shards, printable
 from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 from zephon_mm.stores import prefetch
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     arrays: Mapping[str, NDArray[Any]]
 
 
-class RowIndex:
+class RowIndex(Sharded):
     """The parts of all shards of a dataset, in one buffer: memory, or a mapped cache file.
 
     Args:
@@ -68,7 +68,7 @@ class RowIndex:
         progress: bool = True,
     ) -> None:
         self.files = find_shards(path, suffixes)
-        self._kind = kind
+        self.kind = kind
         self._index_shard = index_shard
         self._cache: str | None = None
         if cache_dir is not None:
@@ -76,78 +76,58 @@ class RowIndex:
             asked = [path] if isinstance(path, str | os.PathLike) else path
             place = [printable(os.fsencode(os.path.abspath(one))) for one in asked]
             self._cache = os.path.join(cache_dir, f"{digest(kind, *place)}.index")
-        self._adopt(self._cached() or self._build(progress=progress))
-
-    @property
-    def kind(self) -> str:
-        """Format and options that the rows depend on."""
-        return self._kind
-
-    def digest(self) -> str:
-        """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
-        return digest(self._kind, *(value for shard in self.shards for value in shard))
+        self._adopt(self._current(progress=progress))
 
     def part(self, shard: int) -> Part:
         """Return the index of one shard, its arrays as read-only views."""
-        return self._image.part(shard)
-
-    def rows(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return row numbers as an array.
-
-        Raises:
-            IndexError: One of them is not a row of the shard.
-        """
-        name, num_rows, _ = self.shards[shard]
-        return row_numbers(name, num_rows, rows)
+        return _part(self._image, shard)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave a mapped image out: the other process maps the same file."""
-        state = dict(self.__dict__)
-        if self._cache is not None:
-            state["_image"] = self._image.file.checksum
-        return state
+        image = self._image if self._cache is None else self._image.checksum
+        return {**self.__dict__, "_image": image}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Map the cache again; when it is gone, scan the shards again."""
         self.__dict__.update(state)
         if self._cache is None:
             return
-        image = _Image.load(self._cache)
-        if image is None or image.file.checksum != state["_image"]:
+        image = ArrayFile.load(self._cache)
+        if image is None or image.checksum != state["_image"]:
             before = self.digest()
-            self._adopt(self._cached() or self._build(progress=False))
+            self._adopt(self._current(progress=False))
             if self.digest() != before:
                 raise DatasetError(f"the shards of {self._cache} changed during the run. Restart.")
         else:
             self._image = image
 
-    def _adopt(self, image: "_Image") -> None:
+    def _adopt(self, image: ArrayFile) -> None:
         self._image = image
         self.shards = tuple(
-            ShardInfo(file.name, num_rows, file.num_bytes)
-            for file, num_rows in zip(self.files, image.num_rows(), strict=True)
+            ShardInfo(file.name, row[3], file.num_bytes)
+            for file, row in zip(self.files, image.header["shards"], strict=True)
         )
 
-    def _cached(self) -> "_Image | None":
-        image = _Image.load(self._cache) if self._cache is not None else None
-        fits = image is not None and image.stamps() == [file[1:] for file in self.files]
-        return image if image is not None and fits and image.file.is_intact() else None
-
-    def _build(self, *, progress: bool) -> "_Image":
-        old = _Image.load(self._cache) if self._cache is not None else None
-        known = {}
-        if old is not None and old.file.is_intact():
-            known = {stamp: i for i, stamp in enumerate(old.stamps())}
+    def _current(self, *, progress: bool) -> ArrayFile:
+        """Return the cached image, if it is whole and of these shards, or make it anew."""
+        old = ArrayFile.load(self._cache) if self._cache is not None else None
+        known: dict[tuple[str, int, int], int] = {}
+        if old is not None and old.is_intact():
+            known = {tuple(row[:3]): number for number, row in enumerate(old.header["shards"])}
+            if [*known] == [file[1:] for file in self.files]:
+                return old
         new = sum(file[1:] not in known for file in self.files)
         hidden = None if progress and new > _QUIET_SHARDS else True
         parts = []
-        shown = tqdm(self.files, desc=f"index {self._kind}", unit="shard", disable=hidden)
+        shown = tqdm(self.files, desc=f"index {self.kind}", unit="shard", disable=hidden)
         for number, file in enumerate(shown, start=1):
             coming = self.files[number : number + _SHARDS_AHEAD]
             prefetch(one.path for one in coming if one[1:] not in known)
             at = known.get(file[1:])
-            parts.append(self._index_shard(file) if old is None or at is None else old.part(at))
-        image = _Image.encode(self.files, parts)
+            parts.append(self._index_shard(file) if old is None or at is None else _part(old, at))
+        return self._kept(_image_of(self.files, parts))
+
+    def _kept(self, image: ArrayFile) -> ArrayFile:
         if self._cache is None:
             return image
         try:
@@ -156,57 +136,29 @@ class RowIndex:
             warnings.warn(
                 f"cannot keep an index at {self._cache} ({error}): it will be made anew in each "
                 "run. Set cache_dir to a folder that can be written.",
-                stacklevel=4,
+                stacklevel=5,
             )
             self._cache = None
             return image
 
 
-class _Image:
-    """The parts of all shards in one array file.
+def _image_of(files: Sequence[ShardFile], parts: Sequence[Part]) -> ArrayFile:
+    """Lay the parts out; the arrays of one name follow one another."""
+    rows = [[*file[1:], p.num_rows, p.meta] for file, p in zip(files, parts, strict=True)]
+    bounds, arrays = {}, {}
+    for name in parts[0].arrays:
+        column = [part.arrays[name] for part in parts]
+        bounds[name] = np.cumsum([0] + [array.size for array in column]).tolist()
+        arrays[name] = np.concatenate(column)
+    return ArrayFile.encode({"shards": rows, "bounds": bounds}, arrays)
 
-    Args:
-        file: What `encode` made.
-    """
 
-    def __init__(self, file: ArrayFile) -> None:
-        self.file = file
-
-    @classmethod
-    def load(cls, path: str) -> "_Image | None":
-        """Map a file; None if there is none, or it is no index."""
-        file = ArrayFile.load(path)
-        return None if file is None else cls(file)
-
-    @classmethod
-    def encode(cls, files: Sequence[ShardFile], parts: Sequence[Part]) -> "_Image":
-        """Lay the parts out; the arrays of one name follow one another."""
-        rows = [[*f[1:], p.num_rows, p.meta] for f, p in zip(files, parts, strict=True)]
-        bounds, arrays = {}, {}
-        for name in parts[0].arrays:
-            column = [part.arrays[name] for part in parts]
-            bounds[name] = np.cumsum([0] + [array.size for array in column]).tolist()
-            arrays[name] = np.concatenate(column)
-        return cls(ArrayFile.encode({"shards": rows, "bounds": bounds}, arrays))
-
-    def save(self, path: str) -> "_Image":
-        """Write whole or not at all; return the same image, mapped from the file."""
-        return _Image(self.file.save(path))
-
-    def stamps(self) -> list[tuple[str, int, int]]:
-        """Return (path, bytes, mtime in ns) of each shard."""
-        return [(path, size, mtime) for path, size, mtime, *_ in self.file.header["shards"]]
-
-    def num_rows(self) -> list[int]:
-        """Return the rows of each shard."""
-        return [row[3] for row in self.file.header["shards"]]
-
-    def part(self, shard: int) -> Part:
-        """Return one shard's part; its arrays are views."""
-        *_, num_rows, meta = self.file.header["shards"][shard]
-        bounds = self.file.header["bounds"]
-        arrays = {
-            name: array[bounds[name][shard] : bounds[name][shard + 1]]
-            for name, array in self.file.arrays.items()
-        }
-        return Part(num_rows, meta, arrays)
+def _part(image: ArrayFile, shard: int) -> Part:
+    """Return one shard's part; its arrays are views."""
+    *_, num_rows, meta = image.header["shards"][shard]
+    bounds = image.header["bounds"]
+    arrays = {
+        name: array[bounds[name][shard] : bounds[name][shard + 1]]
+        for name, array in image.arrays.items()
+    }
+    return Part(num_rows, meta, arrays)

@@ -16,6 +16,7 @@ from zephon_mm.errors import DatasetError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
+_LONGEST_END = 1 << 20  # tar fills its last record, which is of 10 KiB unless it was told otherwise
 _FILES = frozenset({0, ord("0"), ord("7")})
 _KINDS = {
     ord("1"): "link",
@@ -61,7 +62,7 @@ def walk(descriptor: int, path: str) -> Iterator[Member]:
     while at < end or at == 0:
         header = os.pread(descriptor, _BLOCK, at)
         if header == _ZEROS:
-            _require_end(descriptor, at, path)
+            _require_end(descriptor, at, end, path)
             break
         if not _has_checksum(header):
             raise _damaged(header, at, path)
@@ -154,8 +155,13 @@ def _body(descriptor: int, at: int, size: int, path: str) -> bytes:
     return body
 
 
-def _require_end(descriptor: int, at: int, path: str) -> None:
-    """Refuse archives that were joined with `cat`: most tools would see the first only."""
+def _require_end(descriptor: int, at: int, end: int, path: str) -> None:
+    """Refuse archives that were joined with `cat`, of which most tools see the first only.
+
+    Also one with a long tail of zeros: a download, or a file made at its full size, that stopped.
+    """
+    if end - at > _LONGEST_END:
+        raise _cut(path, f"from byte {at} of {end} on it is zeros")
     if os.pread(descriptor, 64 * _BLOCK, at).strip(b"\0"):
         raise DatasetError(
             f"{path} goes on after its end mark at byte {at}. If archives were joined with `cat`, "

@@ -24,20 +24,18 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.arrowtable import blobs_of, is_binary, is_list, is_picture, plain, to_column
-from zephon_mm.readers.files import PathLike, Paths, ShardFile, find_shards, list_files, row_numbers
+from zephon_mm.readers import arrowtable as arrow
+from zephon_mm.readers import files
 from zephon_mm.readers.imagerefs import place_name
 from zephon_mm.records import Column, RowBlob, ShardInfo
-from zephon_mm.rng import digest
 from zephon_mm.stores import local
 
-_SUFFIXES = (".vortex",)
-_KEYS = ("__key__", "id", "key")
+_SUFFIXES, _MAGIC = (".vortex",), b"VTXF"
 
 Rows = NDArray[np.int64]
 
 
-class VortexReader:
+class VortexReader(files.Sharded):
     """Random access to the rows of Vortex files, whose columns are those of the first.
 
     Args:
@@ -53,24 +51,20 @@ class VortexReader:
     kind = "vortex"
 
     def __init__(
-        self, path: Paths, *, cache_dir: PathLike | None = None, progress: bool = True
+        self, path: files.Paths, *, cache_dir: files.PathLike | None = None, progress: bool = True
     ) -> None:
-        self._files = find_shards(path, _SUFFIXES)
-        self.shards: list[ShardInfo] = []
+        self._files = files.find_shards(path, _SUFFIXES)
+        shards = []
         for shard in reversed(self._files):
             with _opened(shard) as file:
-                self.shards.insert(0, ShardInfo(shard.name, len(file), shard.num_bytes))
+                shards.append(ShardInfo(shard.name, len(file), shard.num_bytes))
                 self._schema = file.dtype.to_arrow_schema()
+        self.shards = shards[::-1]
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
-        """Whether the first file is named `.vortex`."""
-        files = list_files(path, _SUFFIXES)
-        return bool(files) and files[0].lower().endswith(_SUFFIXES)
-
-    def digest(self) -> str:
-        """Return hex digits that change when any shard's name, size or row count does."""
-        return digest(self.kind, *(value for shard in self.shards for value in shard))
+    def detect(cls, path: files.Paths) -> bool:
+        """Whether the first file is named `.vortex`, or begins as one."""
+        return files.is_first(path, _SUFFIXES, _MAGIC.__eq__, len(_MAGIC))
 
     def read(
         self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
@@ -82,9 +76,9 @@ class VortexReader:
             OSError: The file cannot be read.
             DatasetError: The file is damaged, or is not the one that was opened.
         """
-        lazy = {f.name for f in self._schema if is_binary(f.type) or is_picture(f.type)}
+        lazy = {f.name for f in self._schema if arrow.is_binary(f.type) or arrow.is_picture(f.type)}
         names = [name for name in self._schema.names if fields is None or name in fields]
-        key = next((name for name in _KEYS if name in {*self._schema.names} - lazy), None)
+        key = next((name for name in files.KEYS if name in {*self._schema.names} - lazy), None)
         taken, back = self._take(shard, rows, sorted({*names, key or ""} - lazy - {""}))
         keys = taken[key].to_pylist() if key else []
         samples: list[Sample | SampleError] = []
@@ -92,7 +86,7 @@ class VortexReader:
             sample = {
                 n: RowBlob(shard, row, place_name((n,)))
                 if n in lazy
-                else blobs_of(taken[n][at], shard, row, (n,), told=False)
+                else arrow.blobs_of(taken[n][at], shard, row, (n,), told=False)
                 for n in names
             }
             name = keys[at] if key else row
@@ -101,10 +95,10 @@ class VortexReader:
 
     def columns(self, shard: int, rows: Rows, fields: Sequence[str]) -> dict[str, Column]:
         """Return the stored bytes of texts and images; lists and numbers are left out."""
-        names = [name for name in fields if name in self._schema.names]
+        names = [f.name for f in self._schema if f.name in fields and arrow.is_stored(f.type)]
         taken, back = self._take(shard, rows, names)
-        arrays = (plain(taken[name].combine_chunks()).take(pa.array(back)) for name in names)
-        columns = dict(zip(names, map(to_column, arrays), strict=True))
+        arrays = (arrow.plain(taken[name].combine_chunks()).take(pa.array(back)) for name in names)
+        columns = dict(zip(names, map(arrow.to_column, arrays), strict=True))
         return {name: column for name, column in columns.items() if column is not None}
 
     def fetch(self, blob: RowBlob) -> bytes:
@@ -116,25 +110,22 @@ class VortexReader:
         first, *steps = blob.field.split("/")
         name = next(name for name in self._schema.names if place_name((name,)) == first)
         cell = self._take(blob.shard, [blob.row], [name])[0][name][0]
-        for step in steps:
-            cell = cell[int(step) if is_list(cell.type) else step]
-        cell = cell["bytes"] if is_picture(cell.type) and cell.is_valid else cell
-        if not cell.is_valid:
+        data = arrow.bytes_at(cell, steps)
+        if data is None:
             where = f"{self.shards[blob.shard].name}/{blob.row}"
             raise SampleError("no_image", f"{where}: {blob.field} is null. Leave it out.")
-        return bytes(cell.as_py())
+        return bytes(data)
 
     def _take(self, shard: int, rows: Sequence[int] | Rows, names: list[str]) -> tuple[Any, Rows]:
         """Return a table of the rows, each once, and the place of each row in it."""
-        name, num_rows, _ = self.shards[shard]
-        unique, back = np.unique(row_numbers(name, num_rows, rows), return_inverse=True)
+        unique, back = np.unique(self.numbers(shard, rows), return_inverse=True)
         with _opened(self._files[shard]) as file:
             indices = import_module("vortex").array(pa.array(unique.astype(np.uint64)))
             return file.scan(names, indices=indices).read_all().to_arrow_table(), back
 
 
 @lru_cache(256)
-def _open(file: ShardFile, pid: int) -> Any:
+def _open(file: files.ShardFile, pid: int) -> Any:
     path = local(file.path)
     if os.stat(path).st_size != file.num_bytes:
         raise DatasetError(f"{file.path} has another size than when it was opened. Restart.")
@@ -142,14 +133,10 @@ def _open(file: ShardFile, pid: int) -> Any:
 
 
 @contextmanager
-def _opened(file: ShardFile) -> Iterator[Any]:
+def _opened(file: files.ShardFile) -> Iterator[Any]:
     """Yield an open file of this process; what Vortex says of it becomes an error that names it."""
     try:
-        yield _open(file, os.getpid())
+        with files.damage_named(file.path, "is no whole Vortex file"):
+            yield _open(file, os.getpid())
     except ImportError as error:
         raise ConfigError(f'no module {error.name}: pip install "zephon-mm[vortex]"') from None
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0]
-        if "os error" in text:
-            raise OSError(f"{file.path}: {text}") from None
-        raise DatasetError(f"{file.path} is no whole Vortex file: {text}. Restore it.") from None

@@ -16,11 +16,10 @@ Several images of a sample are fields of their own: `7.0.jpg` and `7.left.jpg` a
 Cost: indexing reads one header a member; reading, one `pread` a text member. `columns` reads
 members that lie close together at once, others one by one into their place.
 
-Imports: errors, records, stores, readers.{files, rowindex, tarheaders, wids}. Used by: io (by
+Imports: errors, records, readers.{files, rowindex, tarheaders, wids}. Used by: io (by
 entry point).
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,21 +32,11 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import (
-    PathLike,
-    Paths,
-    ShardFile,
-    codec_of,
-    list_files,
-    open_shard,
-    printable,
-    read_regions,
-)
+from zephon_mm.readers import files
 from zephon_mm.readers.rowindex import Part, RowIndex
 from zephon_mm.readers.tarheaders import Member, is_tar, walk
-from zephon_mm.readers.wids import find_indexes, require_counts, resolve
-from zephon_mm.records import Column, FileBlob, RowBlob, ShardInfo
-from zephon_mm.stores import local
+from zephon_mm.readers.wids import is_wids, require_counts, resolve
+from zephon_mm.records import Column, FileBlob, RowBlob
 
 Split = Literal["first_dot", "last_dot"]
 
@@ -57,7 +46,7 @@ _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", 
 _WHOLE, _REPEATED, _CLASH = range(3)  # what is wrong with a row
 
 
-class WebDatasetReader:
+class WebDatasetReader(files.Sharded):
     """Random access to the samples of WebDataset shards.
 
     Args:
@@ -75,9 +64,9 @@ class WebDatasetReader:
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
         split: Split = "first_dot",
     ) -> None:
@@ -94,23 +83,13 @@ class WebDatasetReader:
             cache_dir=cache_dir,
             progress=progress,
         )
+        self.kind, self.shards = self._index.kind, self._index.shards
         require_counts(listed, (file.path for file in self._index.files), self.shards)
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether the first file that `path` stands for is a tar archive, or a `wids` index."""
-        files = list_files(path, _SUFFIXES)
-        if not files:
-            return False
-        if files[0].lower().endswith(_SUFFIXES) or find_indexes(files[0]):
-            return True
-        with open(local(files[0]), "rb") as file:
-            return is_tar(file.read(512))
-
-    @property
-    def shards(self) -> Sequence[ShardInfo]:
-        """The shards in the order of the data."""
-        return self._index.shards
+        return files.is_first(path, _SUFFIXES, lambda h: is_tar(h[:512]) or is_wids(h), 4096)
 
     @property
     def skipped_members(self) -> Mapping[str, int]:
@@ -119,15 +98,6 @@ class WebDatasetReader:
         for shard in range(len(self.shards)):
             total.update(self._index.part(shard).meta["skipped"])
         return dict(sorted(total.items()))
-
-    @property
-    def kind(self) -> str:
-        """Format and options that the rows depend on: a key of what is derived from them."""
-        return self._index.kind
-
-    def digest(self) -> str:
-        """Return hex digits that change with any shard's name, size or rows, and with `split`."""
-        return self._index.digest()
 
     def fetch(self, blob: RowBlob) -> bytes:
         """Return a member of a compressed shard; all other blobs are regions of a file.
@@ -150,14 +120,14 @@ class WebDatasetReader:
         Raises: as `read`.
         """
         part, file = self._index.part(shard), self._index.files[shard]
-        numbers = self._index.rows(shard, rows)
+        numbers = self.numbers(shard, rows)
         picks, counts = _pick(part.arrays["first_member"], numbers)
         owners = np.repeat(np.arange(numbers.size), counts)
         is_whole = (part.arrays["defect"][numbers] == _WHOLE)[owners]
         codes = np.where(is_whole, part.arrays["field"][picks], -1)
         known = {name: code for code, name in enumerate(part.meta["fields"])}
         columns = {}
-        with open_shard(file, self._cache_dir) as descriptor:
+        with files.open_shard(file, self._cache_dir) as descriptor:
             for name in (name for name in fields if name != "json"):
                 mine = codes == known.get(name, -2)
                 starts, sizes = (part.arrays[key][picks[mine]] for key in ("offset", "size"))
@@ -165,7 +135,7 @@ class WebDatasetReader:
                 valid[owners[mine]] = True
                 ends = np.zeros(numbers.size, dtype=np.int64)
                 ends[valid] = sizes
-                data = read_regions(descriptor, file.path, starts, sizes)
+                data = files.read_regions(descriptor, file.path, starts, sizes)
                 columns[name] = Column(data, np.cumsum(ends), valid)
         return columns
 
@@ -181,7 +151,7 @@ class WebDatasetReader:
             DatasetError: The shard is not the one that was indexed.
         """
         part = self._index.part(shard)
-        numbers = self._index.rows(shard, rows)
+        numbers = self.numbers(shard, rows)
         picks, member_counts = _pick(part.arrays["first_member"], numbers)
         counts, names = member_counts.tolist(), part.meta["fields"]
         columns = (part.arrays[name][picks].tolist() for name in ("field", "offset", "size"))
@@ -190,7 +160,7 @@ class WebDatasetReader:
         defects = part.arrays["defect"][numbers].tolist()
         samples: list[Sample | SampleError] = []
         file = self._index.files[shard]
-        with open_shard(file, self._cache_dir) as descriptor:
+        with files.open_shard(file, self._cache_dir) as descriptor:
             source = _Source(descriptor, file.path, shard)
             for row, key, count, defect in zip(rows, keys, counts, defects, strict=True):
                 mine = [(names[f], offset, size) for f, offset, size in islice(members, count)]
@@ -213,7 +183,7 @@ class _Source:
         self._descriptor = descriptor
         self._path = path
         self._shard = shard
-        self._is_unpacked = codec_of(path) is not None
+        self._is_unpacked = files.codec_of(path) is not None
 
     def sample(
         self, row: int, members: list[tuple[str, int, int]], fields: Sequence[str] | None
@@ -247,13 +217,9 @@ class _Source:
         if name != "json":
             return text
         try:
-            return json.loads(text, parse_constant=_refuse)
+            return files.parse_json(text)
         except (ValueError, RecursionError) as error:
             raise SampleError("bad_json", f"field 'json' does not parse: {error}") from None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON: write null, or a number")
 
 
 def _pick(
@@ -297,10 +263,10 @@ def _hint(fields: tuple[str, ...], has_dotted_key: bool, split: Split) -> Mappin
     return {}
 
 
-def _index_shard(file: ShardFile, *, split: Split, cache_dir: PathLike | None) -> Part:
+def _index_shard(file: files.ShardFile, *, split: Split, cache_dir: files.PathLike | None) -> Part:
     """Scan one shard's headers."""
     groups = _Groups(split)
-    with open_shard(file, cache_dir) as descriptor:
+    with files.open_shard(file, cache_dir) as descriptor:
         for member in walk(descriptor, file.path):
             groups.add(member)
     return groups.part()
@@ -328,7 +294,7 @@ class _Groups:
             self._skipped[skip] += 1
             return
         key = folder + slash + base[:dot]
-        field = printable(base[dot + 1 :]).lower()
+        field = files.printable(base[dot + 1 :]).lower()
         row = self._newest.get(key, -1)
         if row < 0 or (field in self._names[row] and row != self._members[-1][0]):
             row = self._newest[key] = len(self._keys)
@@ -344,7 +310,7 @@ class _Groups:
         """Return the rows as arrays."""
         table = np.array(self._members, dtype=np.int64).reshape(-1, 4)
         table = table[np.argsort(table[:, 0], kind="stable")]
-        texts = [printable(key).encode() for key in self._keys]
+        texts = [files.printable(key).encode() for key in self._keys]
         counts = np.bincount(table[:, 0], minlength=len(texts))
         arrays: dict[str, NDArray[Any]] = {
             "first_member": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),

@@ -79,8 +79,13 @@ def _read(index: str) -> dict[str, tuple[int, str]]:
 
 def _is_index(path: str) -> bool:
     with suppress(OSError), open(path, "rb") as file:
-        return b'"shardlist"' in file.read(_HEAD_BYTES)
+        return is_wids(file.read(_HEAD_BYTES))
     return False
+
+
+def is_wids(head: bytes) -> bool:
+    """Whether a file that begins so is an index."""
+    return b'"shardlist"' in head
 
 
 def _local(index: str, base: str, url: str) -> str:

@@ -15,9 +15,11 @@ from torch.nn.attention.flex_attention import create_mask
 from tests.fixtures.memory import PROCESSOR
 from zephon_mm.batch import IGNORE, Assembly, Batch, step_sha256
 from zephon_mm.errors import ConfigError
+from zephon_mm.media import MediaLayout
 from zephon_mm.ops.pack import PackConfig, make_packer
-from zephon_mm.records import FileBlob, ImageSlot, Piece, Record, SampleRef, record_of
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Piece
+from zephon_mm.packed import Sequence as PackedSequence
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, record_of
 
 CASES = Path(__file__).parent / "fixtures" / "cases"
 PAD = 9
@@ -40,9 +42,9 @@ def assemble(
     sequences: Sequence[PackedSequence], *, length: int, invalid: Sequence[int] = (), first: int = 0
 ) -> Batch:
     """Return the batch of these rows, made in memory that holds old bytes."""
-    assembly = Assembly(sequences, max_length=length, image_shape=SHAPE)
+    assembly = Assembly(sequences, max_length=length, images=MediaLayout(SHAPE))
     arrays = assembly.layout.views(np.full(assembly.layout.num_bytes, 0xA5, dtype=np.uint8))
-    for number, image in enumerate(assembly.images):
+    for number, image in enumerate(assembly.media["pixel_values"].slots):
         arrays["pixel_values"][number] = 10 + image.blob.offset  # what a worker would write
     assembly.fill_tokens(arrays, pad_id=PAD)
     keys = tuple(tuple(f"d/s/{p.record.ref.row}" for p in s.pieces) for s in sequences)
@@ -53,7 +55,7 @@ def assemble(
         delivered=first + len(sequences),
         image_processor=PROCESSOR,
     )
-    return assembly.invalidate(batch, arrays, invalid)
+    return assembly.invalidate(batch, arrays, [("pixel_values", number) for number in invalid])
 
 
 @st.composite

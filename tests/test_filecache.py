@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zephon_mm.errors import ConfigError, DatasetError
+from zephon_mm.errors import ConfigError
 from zephon_mm.filecache import _IN_USE, FileCache, cache_folder
 
 FORK = multiprocessing.get_context("fork")
@@ -43,6 +44,10 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+def read(cache: FileCache, key: str, make: Any, offset: int, size: int) -> bytes:
+    return Path(cache.get(key, make)).read_bytes()[offset : offset + size]
+
+
 def in_child(run: Callable[[], None]) -> int:
     """Run in a forked process, return its exit status."""
     child = os.fork()
@@ -59,13 +64,11 @@ def test_a_file_is_made_once_and_read_again(tmp_path: Path) -> None:
     cache, calls = FileCache(tmp_path / "f"), []
     path = cache.get("k", writer(b"0123456789", calls))
     assert Path(path).read_bytes() == b"0123456789"
-    assert cache.read("k", no_make, 3, 4) == b"3456"
+    assert read(cache, "k", no_make, 3, 4) == b"3456"
     assert FileCache(tmp_path / "f").get("k", no_make) == path
     assert pickle.loads(pickle.dumps(cache)).get("k", no_make) == path
     assert len(calls) == 1
     assert names(tmp_path / "f") == {""}
-    with pytest.raises(DatasetError, match="ends at byte 10, not after 12"):
-        cache.read("k", no_make, 8, 4)
 
 
 def test_the_modification_time_stays_because_indexes_know_shards_by_it(tmp_path: Path) -> None:
@@ -91,7 +94,7 @@ def test_what_fails_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="broken"):
         FileCache(tmp_path).get("k", fails)
     assert list(tmp_path.iterdir()) == []
-    assert FileCache(tmp_path).read("k", writer(b"whole"), 0, 5) == b"whole"
+    assert read(FileCache(tmp_path), "k", writer(b"whole"), 0, 5) == b"whole"
 
 
 def test_what_can_be_resumed_stays_until_it_is_whole(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_the_folder_is_bounded_and_what_is_in_use_stays(
     recent: list[list[int]] = [[], []]
     for key, which in asked:
         data = bytes([key]) * sizes[key]
-        assert caches[which].read(str(key), writer(data), 0, len(data)) == data
+        assert read(caches[which], str(key), writer(data), 0, len(data)) == data
         recent[which] = [*(k for k in recent[which] if k != key), key][-_IN_USE:]
         for cache, keys in zip(caches, recent, strict=True):
             for k in keys:
@@ -151,7 +154,7 @@ def test_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
     FileCache(tmp_path, 100).get("b", writer(b"b" * 10))
     FileCache(tmp_path, 100).get("a", no_make)
     FileCache(tmp_path, 25).get("c", writer(b"c" * 10))
-    assert FileCache(tmp_path, 100).read("a", no_make, 0, 1) == b"a"
+    assert read(FileCache(tmp_path, 100), "a", no_make, 0, 1) == b"a"
     calls: list[str] = []
     FileCache(tmp_path, 100).get("b", writer(b"b", calls))
     assert len(calls) == 1
@@ -181,7 +184,7 @@ def test_read_survives_that_its_file_is_removed_and_get_makes_it_anew(tmp_path: 
     cache = FileCache(tmp_path)
     os.unlink(cache.get("k", writer(b"one")))
     calls: list[str] = []
-    assert cache.read("k", writer(b"two", calls), 0, 3) == b"two"
+    assert read(cache, "k", writer(b"two", calls), 0, 3) == b"two"
     assert len(calls) == 1
 
 
@@ -199,7 +202,7 @@ def test_one_of_many_processes_and_threads_makes_a_file(tmp_path: Path) -> None:
     def ask() -> None:
         cache = FileCache(tmp_path / "f")
         with ThreadPoolExecutor(4) as pool:
-            jobs = [pool.submit(cache.read, "k", make, 0, 10_000) for _ in range(8)]
+            jobs = [pool.submit(read, cache, "k", make, 0, 10_000) for _ in range(8)]
             assert all(job.result() == b"x" * 10_000 for job in jobs)
 
     children = [FORK.Process(target=ask) for _ in range(6)]
@@ -234,7 +237,7 @@ def test_a_killed_maker_hands_over_to_who_waits_and_leaves_nothing(tmp_path: Pat
 
     def wait() -> None:
         asking[1].send(1)
-        assert FileCache(tmp_path).read("k", writer(b"whole"), 0, 5) == b"whole"
+        assert read(FileCache(tmp_path), "k", writer(b"whole"), 0, 5) == b"whole"
 
     waiter = FORK.Process(target=wait)
     waiter.start()
@@ -257,7 +260,7 @@ def test_processes_killed_at_any_moment_leave_whole_files_only(tmp_path: Path) -
         for turn in count():
             key = (seed * 7 + turn * 13) % 11
             data = bytes([key]) * 1_000
-            assert cache.read(str(key), writer(data), 0, 1_000) == data
+            assert read(cache, str(key), writer(data), 0, 1_000) == data
 
     for seed in range(8):
         children = [FORK.Process(target=work, args=(seed + n,)) for n in range(3)]
@@ -270,7 +273,7 @@ def test_processes_killed_at_any_moment_leave_whole_files_only(tmp_path: Path) -
             assert child.exitcode == -signal.SIGKILL
     for key in range(11):
         data = bytes([key]) * 1_000
-        assert FileCache(folder, 3_000).read(str(key), writer(data), 0, 1_000) == data
+        assert read(FileCache(folder, 3_000), str(key), writer(data), 0, 1_000) == data
     FileCache(folder, 3_000).get("last", writer(b"x" * 1_000))
     assert names(folder) == {""}
     assert size_of(folder) <= 4_000
@@ -281,11 +284,11 @@ def test_a_forked_child_goes_on_with_what_its_parent_uses(tmp_path: Path) -> Non
     cache.get("k", writer(b"0123456789"))
 
     def go_on() -> None:
-        assert cache.read("k", no_make, 0, 10) == b"0123456789"
+        assert read(cache, "k", no_make, 0, 10) == b"0123456789"
         FileCache(tmp_path, 10).get("other", writer(b"x" * 10))
 
     assert in_child(go_on) == 0
-    assert cache.read("k", no_make, 0, 10) == b"0123456789"
+    assert read(cache, "k", no_make, 0, 10) == b"0123456789"
 
 
 def test_without_a_cache_dir_the_folder_is_the_users_own(

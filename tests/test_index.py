@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 from zephon_mm import index as module
 from zephon_mm.errors import ConfigError
 from zephon_mm.index import Index, Table
-from zephon_mm.records import (
-    AnyRecord,
-    FileBlob,
-    ImageSlot,
-    IndexedRecord,
-    Record,
-    SampleRef,
-    ShardInfo,
-    Skip,
-    extents_of,
-)
+from zephon_mm.packed import AnyRecord, IndexedRecord, extents_of
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, ShardInfo, Skip
 
 SHARDS = [ShardInfo("a", 5, 50), ShardInfo("empty", 0, 3), ShardInfo("b", 9, 90)]
 REFS = [(0, shard, row) for shard, info in enumerate(SHARDS) for row in range(info.num_rows)]

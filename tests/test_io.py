@@ -162,3 +162,18 @@ def test_a_forked_child_reads_though_its_parent_held_the_lock(
         if child == 0:
             os._exit(0 if read_blob(dataset, blob) == b"abc" else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_file_that_was_replaced_is_read_anew_by_a_new_dataset(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
+    for data in (b"\x89PNG one", b"\x89PNG two"):  # of one size
+        (tmp_path / "new").write_bytes(data)
+        (tmp_path / "new").replace(tmp_path / "a.png")
+        dataset = Dataset.from_path("d", tmp_path / "rows.jsonl", cache_dir=tmp_path)
+        (row,) = dataset.reader.read(0, [0])
+        assert read_blob(dataset, row["image"]) == data
+
+
+def test_an_empty_path_is_not_this_folder() -> None:
+    with pytest.raises(ConfigError, match="path is ''"):
+        Dataset.from_path("d", "")

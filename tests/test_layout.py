@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
 MAX_FILE_LINES = 500
-MAX_CODE_LINES = 13_000  # of the package: without tests, blank lines, comments and docstrings
-MAX_FRAME_LINES = 10_000  # the same without readers, processors and writers: formats add up
+MAX_CODE_LINES = 16_500  # of the package: without tests, blank lines, comments and docstrings
+MAX_FRAME_LINES = 11_500  # the same without readers, processors and writers: formats add up
 
 # Lower rows may not import higher ones; most rows' own members may not import one another.
 LAYERS = [
@@ -28,8 +28,12 @@ LAYERS = [
         "filecache",
         "remote",
         "stores",
+        "mrope",
+        "packed",
+        "measured",
+        "show",
     },
-    {"readers", "processors", "runners", "shm", "io", "roworder"},
+    {"readers", "processors", "runners", "shm", "io", "roworder", "media"},
     {"ops", "work", "batch", "samples", "checkpoint", "index", "writers"},
     {"engine"},
     {

@@ -21,9 +21,9 @@ from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.tokenizer import TextTokenizer
+from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.records import Document, FileBlob, Record, Text
-from zephon_mm.records import Sequence as PackedSequence
 from zephon_mm.rng import Stream
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 

@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_snippet_runs_as_it_is(folder: Path) -> None:
-    (snippet,) = blocks("python")
+@pytest.mark.parametrize("snippet", blocks("python"))
+def test_a_snippet_runs_as_it_is(snippet: str, folder: Path) -> None:
     run([sys.executable, "-c", snippet], folder)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zephon_mm.records import FileBlob, ImageSlot, Piece, Record, SampleRef, Sequence, record_of
+from zephon_mm.packed import Piece, Sequence
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, record_of
 
 
 def record(*starts: int) -> Record:

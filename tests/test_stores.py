@@ -1,37 +1,33 @@
 """Stores: a real S3 server behind a proxy that fails, plain HTTP, a hub, all on loopback."""
 
 import gzip
-import io
-import json
 import logging
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import sys
-import tarfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.contracts.reader import blobs_in, every_row
 from tests.fixtures.memory import Recipe, run_ranks
 from tests.fixtures.rows import picture
-from tests.fixtures.servers import SHA, Files, Proxy, running
+from tests.fixtures.servers import Proxy, running
+from tests.fixtures.shards import contents, lines_of, parquet_of, tar_of
 from zephon_mm import remote, stores
+from zephon_mm.cli.main import main
 from zephon_mm.engine.ahead import Ahead
 from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.filecache import _IN_USE
-from zephon_mm.io import Dataset, read_blob
-from zephon_mm.records import FileBlob, Piece, SampleRef, Sequence, record_of
+from zephon_mm.io import Dataset
+from zephon_mm.packed import Piece, Sequence
+from zephon_mm.records import SampleRef, record_of
 
 FORK = multiprocessing.get_context("fork")
 SECRETS = ("SEKRETKEY", "AKIDSEKRET", "hf_SEKRET")
@@ -60,31 +56,6 @@ def s3(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.put("data")
         yield proxy
-
-
-def tar_of(shard: int, rows: int = 3, fields: Any = None) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for row in range(rows):
-            default = [("txt", f"text {shard} {row}".encode()), ("jpg", bytes([shard, row]) * 300)]
-            for name, data in fields or default:
-                info = tarfile.TarInfo(f"{shard}-{row}.{name}")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def lines_of(shard: int, rows: int = 3) -> bytes:
-    texts = [{"id": row, "text": f"text {shard} {row}"} for row in range(rows)]
-    return "".join(json.dumps(row) + "\n" for row in texts).encode()
-
-
-def parquet_of(shard: int, rows: int = 3) -> bytes:
-    buffer = io.BytesIO()
-    images = [{"bytes": bytes([shard, row]) * 50, "path": None} for row in range(rows)]
-    texts = [f"text {shard} {row}" for row in range(rows)]
-    pq.write_table(pa.table({"image": images, "text": texts}), buffer)
-    return buffer.getvalue()
 
 
 FORMATS: Mapping[str, Mapping[str, bytes]] = {
@@ -120,19 +91,6 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder
-
-
-def contents(dataset: Dataset) -> list[Any]:
-    """All rows, blobs as their bytes."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return read_blob(dataset, value) if list(blobs_in(value)) else value
-
-    return [plain(row) for row in every_row(dataset.reader)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -411,95 +369,22 @@ def test_no_credential_is_logged_told_or_kept(
     assert not [text for text in told if any(secret in text for secret in SECRETS)]
 
 
-@pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
-    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.0, 0.0, 0.0, 0.0))
-    remote._connect.cache_clear()
-    with running(Files({})) as server:
-        yield server
-
-
-@pytest.mark.parametrize("answers_ranges", [True, False])
-def test_http_files_are_named_and_come_with_or_without_ranges(
-    answers_ranges: bool, files: Files, tmp_path: Path
+def test_inspect_and_convert_take_urls(
+    s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files.files = {f"d/s-{n}.tar": tar_of(n, 40) for n in range(3)}
-    files.answers_ranges = answers_ranges
-    files.faults.extend(["truncate", "reset"])
-    pattern = f"{files.url}/d/s-{{0..2}}.tar"
-    dataset = Dataset.from_path("d", pattern, cache_dir=tmp_path)
-    assert len(contents(dataset)) == 120
-    one = Dataset.from_path("d", f"{files.url}/d/s-1.tar", cache_dir=tmp_path)
-    assert contents(one) == contents(dataset)[40:80]
-    with pytest.raises(DatasetError, match=r"1 of the 4 objects .* first s-3\.tar"):
-        Dataset.from_path("d", f"{files.url}/d/s-{{0..3}}.tar", cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match="cannot be listed: name its files"):
-        Dataset.from_path("d", f"{files.url}/d/", cache_dir=tmp_path)
-
-
-README = b"""---
-configs:
-- config_name: small
-  data_files:
-  - split: train
-    path: small/train-*.parquet
-  - split: test
-    path: small/test-*.parquet
----
-"""
-
-
-@pytest.mark.slow
-def test_a_hub_dataset_is_opened_by_config_and_split(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", files.url)
-    monkeypatch.setenv("HF_TOKEN", SECRETS[2])
-    files.token = SECRETS[2]
-    files.files = {
-        "me/data/README.md": README,
-        "me/data/small/train-0.parquet": parquet_of(0),
-        "me/data/small/train-1.parquet": parquet_of(1),
-        "me/data/small/test-0.parquet": parquet_of(2),
-        "me/data/large/train-0.parquet": parquet_of(3),
-    }
-    cache = tmp_path / "cache"
-    train = Dataset.from_path("d", "hf://me/data/small/train", "parquet", cache_dir=cache)
-    assert [row["text"] for row in contents(train)] == [
-        f"text {s} {r}" for s in (0, 1) for r in range(3)
-    ]
-    test = Dataset.from_path("d", "hf://me/data/small/test", "parquet", cache_dir=cache)
-    assert [row["text"] for row in contents(test)] == [f"text 2 {r}" for r in range(3)]
-    assert all(f"/resolve/{SHA}/" in path for path, _ in files.gets() if "parquet" in path)
-    assert not any("large" in path for path, _ in files.gets())
-    with pytest.raises(ConfigError, match="asked for config='huge'"):
-        Dataset.from_path("d", "hf://me/data/huge/train", cache_dir=cache)
-    with pytest.raises(DatasetError, match="is no dataset at"):
-        Dataset.from_path("d", "hf://me/none", cache_dir=cache)
-    kept = [path.read_bytes() for path in cache.rglob("*") if path.is_file()]
-    assert not any(SECRETS[2].encode() in data for data in kept)
-
-
-def test_no_name_of_a_hub_leaves_the_mirror(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", files.url)
-    for name in ("../../out.json", "a/../../out.parquet", "/out.json", "a//b.parquet", "\0.json"):
-        files.files = {f"me/data/{name}": b"{}"}
-        with pytest.raises(DatasetError, match="no file can have that name"):
-            Dataset.from_path("d", "hf://me/data", cache_dir=tmp_path / "cache")
-    assert not list(tmp_path.rglob("out*"))
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    remote._connect.cache_clear()
-    with pytest.raises(ConfigError, match=r'pip install "zephon-mm\[stores\]"'):
-        Dataset.from_path("d", "s3://data/x/", cache_dir=tmp_path)
-
-
-def test_local_paths_stay_as_they_are() -> None:
-    assert stores.local("/some/where/x.tar") == "/some/where/x.tar"
-    assert not stores.is_remote("/s3/x")
-    assert not stores.is_remote("x.tar")
-    assert isinstance(FileBlob("/x", 0, 1), FileBlob)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fields = [("txt", b"a fox"), ("png", picture(1))]
+    url = upload(s3, {f"s-{n}.tar": tar_of(n, 6, fields) for n in range(2)}, "commands")
+    s3.faults.extend(["reset", 503, "truncate"])
+    assert main(["inspect", url, "--check"]) == 0
+    assert "looked at 12 of 12 rows: 0 problems" in capsys.readouterr().out
+    assert main(["convert", url, str(tmp_path / "mds"), "--to", "mds"]) == 0
+    assert "12 rows as mds, all verified" in capsys.readouterr().out
+    assert main(["inspect", f"{url}s-{{0..2}}.tar"]) == 2
+    assert main(["inspect", url.replace("//", "//me:SEKRETKEY@")]) == 2
+    told = capsys.readouterr().err
+    assert "first s-2.tar" in told
+    assert "SEKRETKEY" not in told
+    with pytest.raises(ConfigError, match="is none of the known formats") as caught:
+        Dataset.from_path("d", upload(s3, {"x.bin": b"x"}, "unknown"), cache_dir=tmp_path)
+    assert str(caught.value).startswith("s3://data/unknown/ ")

@@ -10,7 +10,7 @@ Imports: records, protocols, shm.layout. Used by: engine, pipeline.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,20 +19,26 @@ import torch
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.protocols import ImageProcessor
-from zephon_mm.records import ImageSlot, IndexedRecord, Record
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.media import NO_MEDIA, Media, MediaLayout, MediaPlan, bytes_of, named_for_videos
+from zephon_mm.mrope import mrope_positions
+from zephon_mm.packed import IndexedRecord
+from zephon_mm.packed import Sequence as PackedSequence
+from zephon_mm.protocols import ImageProcessor, VideoProcessor
+from zephon_mm.records import ImageSlot, Record
 from zephon_mm.shm.layout import Layout
 
 IGNORE = -100
 """The label of a token that carries no loss, as in torch's cross entropy."""
+
+PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
+"""The names of a batch's pixel arrays: of images, of videos."""
 
 Attention = Literal["varlen", "block", "sdpa"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B packed sequences of L = `max_length` tokens, and the N images inside them.
+    """B packed sequences of L = `max_length` tokens, and the N images and videos inside them.
 
     The tensors may be views of shared memory: they stay valid as long as any of them is alive.
     Treat them as read-only.
@@ -45,9 +51,9 @@ class Batch:
         segment_ids: (B, L) int32, 1..n along a row; 0 is padding.
         cu_seqlens: (segments + 1,) int32 over the flattened B x L; padding is a segment too.
         max_seqlen: Longest segment, in tokens.
-        pixel_values: (N, 3, H, W) uint8, ordered by row, then token; not normalised.
-        image_index: (N, 3) int64: row, first placeholder token, number of placeholder tokens.
-        image_valid: (N,) bool; False where the image could not be decoded (its pixels are zero).
+        images: Pixels and places of the images; `pixel_values`, `image_index`, `image_valid` and
+            what patches need are properties that show its fields.
+        videos: The same of the frames (or temporal patches) of the videos.
         sequence_ids: (B,) int64, the global numbers of the rows.
         keys: For each row, the samples in it, as of `Dataset.key`: `captions/1017`.
         num_valid_tokens: Labels that are not -100.
@@ -63,15 +69,70 @@ class Batch:
     segment_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    pixel_values: torch.Tensor
-    image_index: torch.Tensor
-    image_valid: torch.Tensor
+    images: Media
+    videos: Media
     sequence_ids: torch.Tensor
     keys: tuple[tuple[str, ...], ...]
     num_valid_tokens: int
     delivered: int
     step_valid_tokens: int | None = None
-    image_processor: ImageProcessor | None = None
+
+    @property
+    def pixel_values(self) -> torch.Tensor:
+        """(N, 3, H, W) uint8, ordered by row, then token; not normalised.
+
+        NaFlex: (N, P, 768), or (patches, 768) when packed; Qwen-VL: (patches, 1536).
+        """
+        return self.images.pixel_values
+
+    @property
+    def image_index(self) -> torch.Tensor:
+        """(N, 3) int64: row, first placeholder token, number of placeholder tokens."""
+        return self.images.index
+
+    @property
+    def image_valid(self) -> torch.Tensor:
+        """(N,) bool; False where the image could not be decoded (its pixels are zero)."""
+        return self.images.valid
+
+    @property
+    def image_cu_seqlens(self) -> torch.Tensor:
+        """(N + 1,) int32: image i has the patches (or tiles) [i], [i + 1) of packed ones."""
+        return self.images.cu_units
+
+    @property
+    def spatial_shapes(self) -> torch.Tensor:
+        """(N, 2) int64, NaFlex: rows and columns of patches."""
+        return self.images.grids
+
+    @property
+    def image_grid_thw(self) -> torch.Tensor:
+        """(N, 3) int64, Qwen-VL: temporal, rows and columns of patches, before merging."""
+        return self.images.grids
+
+    @property
+    def pixel_attention_mask(self) -> torch.Tensor:
+        """(N, P) int32, NaFlex padded: 1 where there is a patch."""
+        return self.images.attention_mask
+
+    def mrope_position_ids(self) -> torch.Tensor:
+        """(4, B, L) int64, Qwen-VL: the text positions, then those of the three rotary axes.
+
+        transformers tells packed documents apart by the first of the four.
+        """
+        index = torch.cat([self.images.index, self.videos.index]).numpy()
+        grids = np.zeros((len(index), 4), dtype=np.int64)
+        for media, rows in ((self.images, grids), (self.videos, grids[len(self.images) :])):
+            rows[: len(media), : media.grids.shape[1]] = media.grids.numpy()
+        processor = self.images.processor or self.videos.processor
+        axes = mrope_positions(
+            self.position_ids.numpy(),
+            index,
+            grids,
+            merge_size=processor.merge_size,
+            tokens_per_second=getattr(self.videos.processor, "tokens_per_second", None),
+        )
+        return torch.cat([self.position_ids[None], torch.from_numpy(axes)])
 
     def to_training(
         self,
@@ -80,6 +141,9 @@ class Batch:
         attention: Attention = "varlen",
         shift_labels: bool = False,
         rename: Mapping[str, str] | None = None,
+        *,
+        dummy_image: bool = False,
+        pad_images_to: int | None = None,
     ) -> dict[str, Any]:
         """Return exactly the keyword arguments of a packed-sequence model, and nothing else.
 
@@ -100,10 +164,17 @@ class Batch:
             shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
                 not shift. transformers' models shift by themselves: leave it off for those.
             rename: Key -> the name that your model uses for it.
+            dummy_image: Give one image of zeros where the batch has none, so that sharded models
+                do not wait for this rank's encoder. It has no tokens: `image_index` is empty.
+            pad_images_to: Give so many images (patches, where these are packed), the last ones
+                zero, for models compiled for one shape.
 
         Returns:
-            The tensors above, and `pixel_values` (N, 3, H, W) in `dtype`, normalised by the image
-            processor, all zero for invalid images; absent in a pipeline without images.
+            The tensors above, and `pixel_values` in `dtype`, normalised by the image processor, all
+            zero for invalid images and padding; absent in a pipeline without images. NaFlex adds
+            `spatial_shapes`, and `pixel_attention_mask` or (packed) `image_cu_seqlens`; Qwen-VL
+            `image_grid_thw`, and its `position_ids` are (4, B, L). Videos come as
+            `pixel_values_videos`, with `video_grid_thw` for Qwen-VL.
 
         Raises:
             ConfigError: Unknown `attention`, no floating `dtype`, or `rename` names a key that is
@@ -117,8 +188,10 @@ class Batch:
             "labels": labels,
             "position_ids": self.position_ids,
         }
+        if hasattr(self.images.processor or self.videos.processor, "merge_size"):
+            tensors["position_ids"] = self.mrope_position_ids()
         if attention == "varlen":
-            tensors = {name: value.reshape(1, -1) for name, value in tensors.items()}
+            tensors = {k: v.reshape(*v.shape[:-2], 1, -1) for k, v in tensors.items()}
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = self.cu_seqlens
         elif attention not in ("sdpa", "block"):
             raise ConfigError(f"attention must be varlen, block or sdpa, got {attention!r}")
@@ -129,33 +202,59 @@ class Batch:
         else:
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
-        if self.image_processor is not None:
-            pixels = self.image_processor.normalize(self.pixel_values.to(device), dtype)
-            keep = self.image_valid.to(device).view(-1, *[1] * (pixels.dim() - 1))
-            tensors["pixel_values"] = torch.where(keep, pixels, pixels.new_zeros(()))
+        if self.images.processor is not None:
+            more = self.images.training(device, dtype, dummy=dummy_image, pad_to=pad_images_to)
+            tensors |= more
+        if self.videos.processor is not None and len(self.videos):
+            tensors |= named_for_videos(self.videos.training(device, dtype))
         return _renamed(tensors, rename or {})
+
+    def show(
+        self, rows: Sequence[int] | None = None, *, decode: Callable[[list[int]], str] | None = None
+    ) -> Any:
+        """Return a matplotlib figure: documents, images, loss and padding over the tokens of rows.
+
+        Args:
+            rows: Numbers of rows; None shows the first ones.
+            decode: Token ids to text, such as a tokenizer's `decode`: labels documents by their
+                text, not by their keys.
+
+        Raises:
+            ConfigError: There is no such row, or no matplotlib.
+        """
+        from zephon_mm.show import draw_batch  # loads matplotlib, which training has no use for
+
+        return draw_batch(self, rows, decode)
+
+    def show_row(self, row: int = 0, *, decode: Callable[[list[int]], str] | None = None) -> Any:
+        """Return a matplotlib figure of one row: as `show`, with positions and attention.
+
+        Args:
+            row: Its number.
+            decode: As in `show`.
+
+        Raises:
+            ConfigError: As `show`.
+        """
+        from zephon_mm.show import draw_row
+
+        return draw_row(self, row, decode)
 
     def row_sha256(self) -> tuple[str, ...]:
         """Return one digest a row: its tokens, labels, positions, segments, images and keys."""
-        index = self.image_index
-        return tuple(
-            self._row_digest(row, (index[:, 0] == row).nonzero().flatten().tolist())
-            for row in range(len(self.keys))
-        )
+        return tuple(self._row_digest(row) for row in range(len(self.keys)))
 
     def sha256(self) -> str:
         """Return the digest of the batch: that of its rows' digests in global order."""
         return step_sha256(dict(zip(self.sequence_ids.tolist(), self.row_sha256(), strict=True)))
 
-    def _row_digest(self, row: int, images: Sequence[int]) -> str:
+    def _row_digest(self, row: int) -> str:
         sha = hashlib.sha256()
         for tensor in (self.input_ids, self.labels, self.position_ids, self.segment_ids):
-            sha.update(_bytes(tensor[row]))
-        sha.update(_bytes(self.image_index[images, 1:]))
-        for image in images:
-            pixels = self.pixel_values[image]
-            sha.update(f"{tuple(pixels.shape)} {bool(self.image_valid[image])}".encode())
-            sha.update(_bytes(pixels))
+            sha.update(bytes_of(tensor[row]))
+        self.images.update_digest(sha, row)
+        if self.videos.processor is not None:
+            self.videos.update_digest(sha, row)
         sha.update(json.dumps(self.keys[row]).encode())
         return sha.hexdigest()
 
@@ -163,6 +262,11 @@ class Batch:
 def step_sha256(rows: Mapping[int, str]) -> str:
     """Return the digest of a global step from its rows' digests, keyed by sequence id."""
     return hashlib.sha256("".join(rows[number] for number in sorted(rows)).encode()).hexdigest()
+
+
+def pixels_name(slot: ImageSlot) -> str:
+    """Return the name of the array that an image's pixels, or a frame's, go to."""
+    return VIDEO_PIXELS if slot.video else PIXELS
 
 
 def token_fields(rows: int, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -198,8 +302,19 @@ def write_piece(
     for first, last in record.trained_runs:
         run = slice(max(first - start, 1), max(last - start, 0))
         labels[run] = ids[run]
-    positions[:] = np.arange(stop - start)
+    positions[:] = _counted(stop - start)
     segments[:] = segment
+
+
+def _counted(size: int) -> NDArray[np.int64]:
+    """Return 0, 1, ... size - 1, out of an array that is made once."""
+    global _numbers
+    if size > len(_numbers):
+        _numbers = np.arange(2 * size)
+    return _numbers[:size]
+
+
+_numbers = np.arange(1024)
 
 
 class Text(NamedTuple):
@@ -216,7 +331,8 @@ class Assembly:
     Args:
         sequences: The batch's rows, in order.
         max_length: L, in tokens.
-        image_shape: Shape of one image's array when there is none to take it from.
+        images: How the images' arrays lie.
+        videos: How those of videos do.
     """
 
     def __init__(
@@ -224,31 +340,25 @@ class Assembly:
         sequences: Sequence[PackedSequence],
         *,
         max_length: int,
-        image_shape: tuple[int, ...] = (3, 0, 0),
+        images: MediaLayout = NO_MEDIA,
+        videos: MediaLayout = NO_MEDIA,
     ) -> None:
         self._sequences: Sequence[PackedSequence] = sequences
         self._length = max_length
-        self.images: list[ImageSlot] = []
         self.texts: list[Text] = []
-        self.image_index: list[tuple[int, int, int]] = []
-        self._documents: list[tuple[int, int, int]] = []  # for each image: row, start, stop
+        self.media = {PIXELS: MediaPlan(images), VIDEO_PIXELS: MediaPlan(videos)}
         for row, sequence in enumerate(sequences):
             self._find_images(row, sequence)
-        shape = self.images[0].shape if self.images else image_shape
-        pixels = (len(self.images), *shape)
-        self.layout = Layout(
-            token_fields(len(sequences), max_length) | {"pixel_values": (pixels, "uint8")}
-        )
+        pixels = {name: (plan.shape, "uint8") for name, plan in self.media.items()}
+        self.layout = Layout(token_fields(len(sequences), max_length) | pixels)
 
     def _find_images(self, row: int, sequence: PackedSequence) -> None:
         at = 0
         for piece in sequence.pieces:
             size = piece.stop - piece.start
             for image in piece.images():
-                self.images.append(image)
-                first = at + image.start - piece.start
-                self.image_index.append((row, first, image.num_tokens))
-                self._documents.append((row, at, at + size))
+                place = (row, at + image.start - piece.start, image.num_tokens)
+                self.media[pixels_name(image)].add(image, place, (row, at, at + size))
             at += size
 
     def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
@@ -269,7 +379,7 @@ class Assembly:
                 at = end
             ids[row, at:] = pad_id
             labels[row, at:] = IGNORE
-            positions[row, at:] = np.arange(self._length - at)
+            positions[row, at:] = _counted(self._length - at)
             segments[row, at:] = 0
             if at < self._length:
                 boundaries.append((row + 1) * self._length)
@@ -282,21 +392,36 @@ class Assembly:
 
     def release(self) -> None:
         """Forget the sequences: what is left serves `invalidate`."""
-        self._sequences, self.images, self.image_index = (), [], []
+        self._sequences = ()
+        for plan in self.media.values():
+            plan.release()
 
     def invalidate(
-        self, batch: Batch, arrays: Mapping[str, NDArray[Any]], invalid: Sequence[int]
+        self,
+        batch: Batch,
+        arrays: Mapping[str, NDArray[Any]],
+        invalid: Iterable[tuple[str, int]],
     ) -> Batch:
         """Zero the pixels of invalid images, mask the labels of their documents, in place.
+
+        With one tile of a picture or frame of a video all of them are.
+
+        Args:
+            batch: The batch.
+            arrays: Its arrays.
+            invalid: The name of the pixels, and the number there.
 
         Returns:
             The batch with `image_valid` and `num_valid_tokens` as they are now.
         """
-        for image in invalid:
-            arrays["pixel_values"][image] = 0
-            row, start, stop = self._documents[image]
-            arrays["labels"][row, start:stop] = IGNORE
-            batch.image_valid[image] = False
+        numbers = list(invalid)
+        for name, media in ((PIXELS, batch.images), (VIDEO_PIXELS, batch.videos)):
+            plan = self.media[name]
+            for image in plan.whole({number for kind, number in numbers if kind == name}):
+                plan.zero(arrays[name], image)
+                row, start, stop = plan.owners[image]
+                arrays["labels"][row, start:stop] = IGNORE
+                media.valid[image] = False
         return replace(batch, num_valid_tokens=_count_valid(arrays))
 
     def batch(
@@ -307,29 +432,23 @@ class Assembly:
         keys: tuple[tuple[str, ...], ...],
         delivered: int,
         image_processor: ImageProcessor | None,
+        video_processor: VideoProcessor | None = None,
         step_valid_tokens: int | None = None,
     ) -> Batch:
         """Return the batch: views of the arrays and small tensors of its own; all images valid."""
-        valid = np.ones(len(self.images), dtype=np.bool_)
-        named = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        index = np.array(self.image_index, dtype=np.int64).reshape(-1, 3)
+        named = {name: torch.from_numpy(arrays[name]) for name in token_fields(0, 0)}
         return Batch(
             **named,
+            images=self.media[PIXELS].media(arrays[PIXELS], image_processor),
+            videos=self.media[VIDEO_PIXELS].media(arrays[VIDEO_PIXELS], video_processor),
             cu_seqlens=torch.from_numpy(self.cu_seqlens),
             max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),
-            image_index=torch.from_numpy(index),
-            image_valid=torch.from_numpy(valid),
             sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
             keys=keys,
             num_valid_tokens=sum(sequence.num_valid_tokens for sequence in self._sequences),
             delivered=delivered,
             step_valid_tokens=step_valid_tokens,
-            image_processor=image_processor,
         )
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return np.ascontiguousarray(tensor.numpy()).data
 
 
 def _count_valid(arrays: Mapping[str, NDArray[Any]]) -> int:

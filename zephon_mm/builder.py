@@ -8,7 +8,7 @@
 Imports: engine.order, meshes, ops, options, stages, compiled. Used by: pipeline.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -18,13 +18,15 @@ from zephon_mm.errors import ConfigError
 from zephon_mm.meshes import without_mesh
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import Filter, Map
-from zephon_mm.ops.pack import PackConfig
+from zephon_mm.ops.pack import LOOKAHEAD, Algorithm, Order, PackConfig
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.options import Options, check_names
-from zephon_mm.protocols import ImageProcessor, WorkSource
-from zephon_mm.records import Document
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Sequence as PackedSequence
+from zephon_mm.processors.augment import Augment
+from zephon_mm.processors.template import template_source
+from zephon_mm.protocols import ImageProcessor, VideoProcessor, WorkSource
+from zephon_mm.records import Document, Policy
 from zephon_mm.stages import (
     DocumentStage,
     Factory,
@@ -90,34 +92,65 @@ class Builder:
         stage = DocumentStage(".filter", Filter(fn), version)
         return self._build(stages=self._stages.with_document(stage, parallelism))
 
-    def interleave(
+    def interleave(  # noqa: PLR0913 - one call says all about tokens
         self,
         *,
         tokenizer: Any,
         image_processor: ImageProcessor | None = None,
+        video_processor: VideoProcessor | None = None,
         eos: bool = True,
         image_token: str | None = None,
+        video_token: str | None = None,
+        template: str | None = None,
+        train_on: Sequence[str] | Literal["all"] = ("assistant",),
+        template_kwargs: Mapping[str, Any] | None = None,
+        augment: Augment | None = None,
         parallelism: int | None = None,
     ) -> Self:
-        """Turn documents of text and images into tokens and image placeholders.
+        """Turn documents of text, images and videos into tokens and placeholders.
 
         Args:
             tokenizer: What `TextTokenizer.load` takes: a folder, a file, a hub id, or a tokenizer.
-            image_processor: What images become; None for documents of text only.
-            eos: End every document with the end token, which is trained.
+            image_processor: What images become; None for documents without.
+            video_processor: What videos become; None for documents without.
+            eos: End every document with the end token, which is trained; not conversations.
             image_token: Name of the placeholder token; None looks for the usual ones.
+            video_token: That of videos; None looks for the usual ones, then takes the image token.
+            template: The chat template of conversations: Jinja text, a file of it, or "chatml",
+                "vicuna", "llava"; None takes the tokenizer's own.
+            train_on: The roles whose turns carry loss, or "all".
+            template_kwargs: What else the template may use, such as `enable_thinking`.
+            augment: What happens to decoded images at random, keyed by the sample and the sequence
+                that it is in: another thing in each pass, the same on any topology.
             parallelism: Workers that may measure at once.
 
         Raises:
-            ConfigError: The tokenizer lacks a token that is needed.
+            ConfigError: The tokenizer lacks a token that is needed, or no such template.
         """
         if image_processor is not None and not isinstance(image_processor, ImageProcessor):
             raise ConfigError(
                 f"interleave: image_processor must be an ImageProcessor such as SigLIPProcessor(), "
                 f"got {image_processor!r}"
             )
-        loaded = TextTokenizer.load(tokenizer, image_token=image_token, eos=eos)
-        stage = Interleave(loaded, image_processor, eos=eos)
+        if video_processor is not None and not isinstance(video_processor, VideoProcessor):
+            raise ConfigError(
+                f"interleave: video_processor must be a VideoProcessor such as "
+                f"SigLIPVideoProcessor(), got {video_processor!r}"
+            )
+        loaded = TextTokenizer.load(
+            tokenizer, image_token=image_token, video_token=video_token, eos=eos
+        )
+        source = loaded.chat_template if template is None else template_source(template)
+        roles = (train_on,) if isinstance(train_on, str) else tuple(train_on)
+        chat = None if source is None else loaded.chat(source, roles, template_kwargs or {})
+        stage = Interleave(
+            loaded,
+            image_processor,
+            eos=eos,
+            video_processor=video_processor,
+            chat=chat,
+            augment=augment,
+        )
         return self._build(stages=self._stages.with_interleave(stage, parallelism))
 
     def tokenize(
@@ -132,19 +165,41 @@ class Builder:
         stage = Tokenize(TextTokenizer.load(tokenizer_id, eos=eos), field, eos=eos)
         return self._build(stages=self._stages.with_interleave(stage, parallelism))
 
+    def mix(self, *, by: Literal["tokens"] = "tokens") -> Self:
+        """Make the mixture's weights exact shares of the tokens that are packed.
+
+        Rows are drawn by what was measured, and packed so that no dataset is held back: see
+        `zephon_mm.engine.mixing` and `zephon_mm.ops.fair`. No token_estimation is needed.
+
+        Raises:
+            ConfigError: It does not stand between tokenising and packing, or the source cannot.
+        """
+        check_types(Builder.mix, "mix", by=by)
+        if self._stages.raw or self._stages.packing:
+            raise ConfigError(".mix comes after .interleave or .tokenize, and before .pack_flat")
+        if not hasattr(self._source, "by_tokens"):
+            raise ConfigError(f".mix(by='tokens'): {type(self._source).__name__} has no by_tokens")
+        self._build(stages=replace(self._stages, mixes=True))
+        self._source = self._source.by_tokens()
+        return self
+
     def pack_flat(
         self,
         *,
         max_length: int,
-        algorithm: Literal["best_fit", "wrap"] = "best_fit",
+        algorithm: Algorithm = "best_fit",
         max_images: int | None = None,
-        overlong: Literal["drop", "truncate"] = "drop",
-        lookahead: int | None = None,
+        max_patches: int | None = None,
+        overlong: Policy = "drop",
+        order: Order = "any",
+        lookahead: int = LOOKAHEAD,
     ) -> Self:
         """Pack documents into sequences; the settings are those of `zephon_mm.ops.pack`."""
-        more = {} if lookahead is None else {"lookahead": lookahead}
-        config = PackConfig(max_length, algorithm, max_images, overlong, **more)
-        return self._build(stages=self._stages.with_sequence(PackStage(config)))
+        config = PackConfig(
+            max_length, algorithm, max_images, overlong, lookahead, max_patches, order
+        )
+        stage = PackStage(config, fair=self._stages.mixes)
+        return self._build(stages=self._stages.with_sequence(stage))
 
     def shuffle(self, *, buffer_size: int, seed: int = 0) -> Self:
         """Shuffle sequences, or raw samples, within each lane, through a buffer of so many."""

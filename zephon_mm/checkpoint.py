@@ -26,6 +26,12 @@ ALLOWED = ("mixture", "pixels")
 """What `restore(state, allow=[...])` may let differ: which datasets have which weights; what
 changes pixels in their last bit, and no plan."""
 
+_ENTRIES: Mapping[str, type] = {
+    **dict.fromkeys(("mixture", "steer", "exclude_keys"), int),
+    **dict.fromkeys(("pixels", "skip_steps"), type(None)),
+}
+"""What a lineage may list -> the type of the window from which it holds."""
+
 Flat = dict[str, Any]
 """Dotted names -> plain values."""
 
@@ -89,9 +95,14 @@ def merge_checkpoints(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def gather_checkpoint(part: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Merge the parts of all ranks of a CPU process group; collective, the same on every rank."""
+    return merge_checkpoints(gather(dict(part), group))
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """Return what the ranks of a CPU process group have, in their order; collective."""
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, dict(part), group=group)
-    return merge_checkpoints(parts)
+    dist.all_gather_object(parts, value, group=group)
+    return parts
 
 
 def check_format(state: object, name: str = "the state") -> None:
@@ -173,7 +184,8 @@ def _allowing(path: str, *, joins_or_leaves: bool) -> str:
     if path.startswith(_PROCESSOR) and path.rpartition(".")[2] in _PIXELS:
         return "pixels"
     of_datasets = path.startswith(("source.datasets.", "source.constants.", "schemas."))
-    if path.startswith("source.weights.") or (of_datasets and joins_or_leaves):
+    of_weights = path.startswith(("source.weights.", "source.curriculum"))
+    if of_weights or (of_datasets and joins_or_leaves):
         return "mixture"
     return ""
 
@@ -188,10 +200,10 @@ def _shown(value: object) -> str:
 
 def _is_entry(entry: object) -> bool:
     """Return whether this is an entry of a lineage, as `resume` writes it."""
-    if not isinstance(entry, Mapping) or entry.get("name") not in ALLOWED:
+    if not isinstance(entry, Mapping) or entry.get("name") not in _ENTRIES:
         return False
     kinds = [type(entry.get(field)) for field in ("delivered", "old", "new", "window")]
-    return kinds == [int, dict, dict, int if entry["name"] == "mixture" else type(None)]
+    return kinds == [int, dict, dict, _ENTRIES[entry["name"]]]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,11 +20,13 @@ from zephon_mm.engine.tasks import Context, measure, poisoned_sample
 from zephon_mm.errors import ConfigError
 from zephon_mm.indexing import open_index
 from zephon_mm.io import Dataset
+from zephon_mm.media import MediaLayout
 from zephon_mm.metrics import Metrics
 from zephon_mm.ops.map import name_of
 from zephon_mm.options import Options
-from zephon_mm.protocols import Accumulator, ImageProcessor
-from zephon_mm.records import AnyRecord, Record
+from zephon_mm.packed import AnyRecord
+from zephon_mm.protocols import Accumulator
+from zephon_mm.records import Record
 from zephon_mm.runners import make_runner
 from zephon_mm.stages import ShuffleStage, Stages
 
@@ -105,10 +107,12 @@ def measure_factor(num_lanes: int, topology: Topology) -> float:
 
 
 def with_constants(source: Any, stages: Stages, options: Options) -> Any:
-    """Return the source, with its constants measured on its fixed rows if it needs some.
+    """Return the source, told of windows, its constants measured on fixed rows if it needs some.
 
     A runner of the pipeline's kind measures: a sample that hangs or crashes is contained by it.
     """
+    if hasattr(source, "with_windows"):
+        source = source.with_windows(options.flush_every_k_chunks)
     if not getattr(source, "needs_constants", False):
         return source
     if stages.interleave is None:
@@ -129,6 +133,7 @@ def with_constants(source: Any, stages: Stages, options: Options) -> Any:
     try:
         return source.with_constants(source.estimate(count_tokens))
     finally:
+        queue.close()
         runner.shutdown(wait=True, cancel_futures=True)
 
 
@@ -187,6 +192,7 @@ def compile_engine(
         whole_steps=options.balance or whole_steps,
         pad_tail=pad_tail,
         ahead=Ahead(context.datasets, index) or None,
+        mix=stages.packing if stages.mixes else None,
     )
     return EngineConfig(
         plan=plan,
@@ -204,7 +210,8 @@ def compile_engine(
         task_rows=options.task_rows,
         task_timeout_s=options.task_timeout_s,
         measure_parallelism=stages.parallelism,
-        image_shape=_image_shape(getattr(context, "image_processor", None)),
+        images=MediaLayout.of(getattr(context, "image_processor", None)),
+        videos=MediaLayout.of(getattr(context, "video_processor", None)),
         index=index,
     )
 
@@ -223,10 +230,5 @@ class _Accumulators:
     def _report(self, reason: str, record: AnyRecord) -> None:
         dataset, shard, row = record.ref
         name = self.datasets[dataset].row_name(shard, row)
-        self.metrics.skip(reason, f"{name}: {record.num_tokens} tokens, {record.num_images} images")
-
-
-def _image_shape(processor: ImageProcessor | None) -> tuple[int, ...]:
-    """Return the shape of the pixels of a batch without images."""
-    height_width = getattr(processor, "height_width", (0, 0))
-    return (3, *height_width)
+        counts = f"{record.num_tokens} tokens, {record.num_images} images"
+        self.metrics.skip(reason, f"{name}: {counts}, {record.num_patches} patches")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from zephon_mm.errors import ConfigError, DatasetError
+from zephon_mm.errors import ConfigError
 from zephon_mm.rng import digest
 
 PathLike = str | os.PathLike[str]
@@ -75,32 +75,6 @@ class FileCache:
         Raises:
             OSError: The disk is full, or `make` raised it.
         """
-        return self._use(key, make, resume).path
-
-    def read(self, key: str, make: Make, offset: int, size: int) -> bytes:
-        """Return `size` bytes at `offset` of a key's file, made if it is not there.
-
-        Raises:
-            OSError: As for `get`.
-            DatasetError: The file is shorter.
-        """
-        used = self._use(key, make, False)
-        data = b""
-        while len(data) < size:  # Linux gives at most 2 GiB at once
-            more = os.pread(used.descriptor, size - len(data), offset + len(data))
-            if not more:
-                raise DatasetError(
-                    f"{used.path}, made of {key}, ends at byte {offset + len(data)}, not after "
-                    f"{offset + size}. The data changed, or the cache is damaged: remove the file."
-                )
-            data += more
-        return data
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave descriptors out."""
-        return {**self.__dict__, "_in_use": OrderedDict()}
-
-    def _use(self, key: str, make: Make, resume: bool) -> "_Used":
         path = os.path.join(self.folder, digest(key))
         used = self._in_use.pop(path, None)
         is_new = False
@@ -114,7 +88,11 @@ class FileCache:
                 self._in_use.popitem(last=False)
         if is_new:
             self._shrink()
-        return used
+        return used.path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave descriptors out."""
+        return {**self.__dict__, "_in_use": OrderedDict()}
 
     def _made(self, key: str, path: str, make: Make, resume: bool) -> "_Used":
         temporary = path + (_PART if resume else _NEW)

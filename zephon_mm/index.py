@@ -29,21 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.arrayfile import ArrayFile
-from zephon_mm.records import (
-    Block,
-    Record,
-    SampleRef,
-    ShardInfo,
-    Skip,
-    extents_of,
-)
+from zephon_mm.packed import Block, extents_of
+from zephon_mm.records import Record, SampleRef, ShardInfo, Skip
 
 SAVED_ROWS = 16_384
 """Rows that are added before they are written: what a kill can lose."""
 
 _FILTERED, _DEFECT = 0, -1  # in place of a number of tokens
 _SUFFIX = ".rows"
-_COUNTS = ("num_tokens", "num_images", "num_valid")
+_COUNTS = ("num_tokens", "num_images", "num_valid", "num_patches")
 
 Rows = NDArray[np.int64]
 
@@ -53,8 +47,8 @@ class Part:
 
     Args:
         arrays: `rows` (n,) int64, positions in the concatenation of the shards; `num_tokens`,
-            `num_images` and `num_valid` (tokens that carry loss), (n,) int32; `values` int32, all
-            rows' extents; `ends` (n,) int64, where each row's end.
+            `num_images`, `num_valid` (tokens that carry loss) and `num_patches`, (n,) int32;
+            `values` int32, all rows' extents; `ends` (n,) int64, where each row's end.
         defects: Row -> (reason, message).
     """
 
@@ -207,10 +201,10 @@ class Table:
         values: list[int] = []
         if isinstance(result, Record):
             values = extents_of(result)
-            counts = (result.num_tokens, len(result.images), result.num_valid_tokens)
-            self._new.append((row, *counts, len(values)))
+            counts = (result.num_tokens, result.num_images, result.num_valid_tokens)
+            self._new.append((row, *counts, result.num_patches, len(values)))
         else:
-            self._new.append((row, _DEFECT if result.defect else _FILTERED, 0, 0, 0))
+            self._new.append((row, _DEFECT if result.defect else _FILTERED, 0, 0, 0, 0))
             if result.defect:
                 self._new_defects[row] = (result.reason, result.message)
         self._new_values += values
@@ -224,10 +218,8 @@ class Table:
         new = np.array(self._new, dtype=np.int64)
         arrays: dict[str, NDArray[Any]] = {
             "rows": new[:, 0],
-            "num_tokens": new[:, 1].astype(np.int32),
-            "num_images": new[:, 2].astype(np.int32),
-            "num_valid": new[:, 3].astype(np.int32),
-            "ends": np.cumsum(new[:, 4]),
+            **{name: new[:, at].astype(np.int32) for at, name in enumerate(_COUNTS, start=1)},
+            "ends": np.cumsum(new[:, -1]),
             "values": np.array(self._new_values, dtype=np.int32),
         }
         self._parts.append((merge([Part(arrays, self._new_defects)]), ""))
@@ -340,7 +332,7 @@ class Index:
         Args:
             refs: (n, 3) int64 with the columns of `SampleRef`.
         """
-        found = np.full((5, len(refs)), Block.UNKNOWN, dtype=np.int64)
+        found = np.full((6, len(refs)), Block.UNKNOWN, dtype=np.int64)
         stores: list[Part] = []
         for number in np.unique(refs[:, 0]).tolist():
             table = self.tables[number]
@@ -348,7 +340,7 @@ class Index:
                 places = np.flatnonzero(refs[:, 0] == number)
                 columns = found[:, places]
                 parts = table.lookup(refs[places], columns)
-                columns[3] += len(stores)
+                columns[-2] += len(stores)
                 found[:, places] = columns
                 stores += parts
         return Block(refs, found, stores)

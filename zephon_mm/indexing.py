@@ -30,7 +30,7 @@ from zephon_mm.rng import digest
 from zephon_mm.runners import make_runner
 from zephon_mm.stages import Stages
 
-FORMAT = "measured 3"
+FORMAT = "measured 5"
 """Change it when measuring gives other results for the same settings."""
 
 
@@ -90,7 +90,10 @@ def folder_of(operators: Mapping[str, Any], context: Context, number: int) -> Pa
         "missing": dataset.missing,
         "documents": operators["documents"],
         "tokens": operators["tokens"],
-        "processor": type(context.image_processor).__qualname__,
+        "processors": [
+            type(processor).__qualname__
+            for processor in (context.image_processor, context.video_processor)
+        ],
     }
     return dataset.cache_dir / "measured" / digest(json.dumps(key, sort_keys=True))
 
@@ -150,6 +153,7 @@ def build_index(
             found[dataset.name] = {"rows": table.num_rows, **table.summary()}
     finally:
         index.save()
+        queue.close()
         runner.shutdown(wait=True, cancel_futures=True)
     return found
 

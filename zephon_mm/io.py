@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
+from io import BufferedReader, BytesIO, RawIOBase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from zephon_mm import stores
 from zephon_mm.errors import ConfigError, DatasetError
 from zephon_mm.protocols import Reader
-from zephon_mm.records import Blob, RowBlob, ShardInfo
+from zephon_mm.records import Blob, FileBlob, RowBlob, ShardInfo
 
 PathLike = str | os.PathLike[str]
 Missing = Literal["skip", "error", "keep"]
@@ -85,6 +86,7 @@ class Dataset:
         self._starts = [0, *ends]
         self._num_rows = self._starts[-1]
         self.mirrors: Sequence[str] = ()  # of its stores, if that is where it came from
+        _files.forget()  # a file may have been replaced since an earlier dataset read it
         self._digest: str | None = None
         if not self._num_rows:
             raise DatasetError(
@@ -132,10 +134,12 @@ class Dataset:
             ConfigError: The format is unknown, not recognised, or ambiguous; a bad option.
             DatasetError: Shards are missing or damaged, or there are no rows.
         """
+        if not path:
+            raise ConfigError(f"path is {path!r}. Name at least one file or folder.")
         directory = index_dir(cache_dir)
         place, from_url = _mirrored(path, fmt, directory, cache_bytes)
         reader_options = from_url | reader_options
-        fmt, reader_class = (fmt, reader_classes(fmt)[fmt]) if fmt else _detect(place)
+        fmt, reader_class = (fmt, reader_classes(fmt)[fmt]) if fmt else _detect(place, path)
         if version and not callable(schema) and "version" in signature(reader_class).parameters:
             reader_options["version"] = version
         try:
@@ -287,6 +291,44 @@ def read_blob(dataset: Dataset, blob: Blob, size: int = -1) -> bytes:
     return data
 
 
+def open_blob(dataset: Dataset, blob: Blob) -> BinaryIO:
+    """Return a blob as a file that can be sought; a region of a file is read where it is asked for.
+
+    Raises:
+        OSError: As `read_blob`, also when the file is read.
+    """
+    if isinstance(blob, RowBlob):
+        return BytesIO(dataset.reader.fetch(blob))
+    return BufferedReader(_Region(dataset, blob), 1 << 16)
+
+
+class _Region(RawIOBase):
+    """A region of a local file, as a file of its own."""
+
+    def __init__(self, dataset: Dataset, blob: FileBlob) -> None:
+        self._dataset = dataset
+        self._blob = blob
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.size}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(min(len(buffer), self._blob.size - self._at), 0)
+        part = FileBlob(self._blob.path, self._blob.offset + self._at, size)
+        buffer[:size] = read_blob(self._dataset, part)
+        self._at += size
+        return size
+
+
 class _OpenFile:
     """A descriptor, the threads that read from it, and whether the last of them closes it."""
 
@@ -334,6 +376,12 @@ class _OpenFiles:
                 file.users -= 1
                 self._close_if_unused(file)
         return data
+
+    def forget(self) -> None:
+        """Open all files anew when they are read again."""
+        with self._lock:
+            for path in [*self._files]:
+                self._drop(path)
 
     def _take(self, path: str) -> _OpenFile:
         with self._lock:
@@ -411,13 +459,13 @@ def _load(entry: EntryPoint) -> Any:
         ) from error
 
 
-def _detect(path: PathLike | Sequence[PathLike]) -> tuple[str, Any]:
-    """Return name and class of the one format that recognises a path.
+def _detect(
+    path: PathLike | Sequence[PathLike], told: PathLike | Sequence[PathLike]
+) -> tuple[str, Any]:
+    """Return name and class of the one format that recognises a path, which was told so.
 
     A reader that cannot be imported matters only when no other one recognises the path.
     """
-    if not isinstance(path, str | os.PathLike) and not path:
-        raise ConfigError(f"path is {path!r}. Name at least one file or folder.")
     found: dict[str, Any] = {}
     broken: list[ConfigError] = []
     entries = _entries()
@@ -432,11 +480,11 @@ def _detect(path: PathLike | Sequence[PathLike]) -> tuple[str, Any]:
     if len(found) == 1:
         return found.popitem()
     if found:
-        raise ConfigError(f"{_shown(path)} fits {' and '.join(found)}. Choose one with fmt=.")
+        raise ConfigError(f"{_shown(told)} fits {' and '.join(found)}. Choose one with fmt=.")
     looked = "; ".join(_looked_for(fmt, entries[fmt]) for fmt in entries) or "no format installed"
     problems = "".join(f" Also: {error}" for error in broken)
     raise ConfigError(
-        f"{_shown(path)} is none of the known formats. Looked for: {looked}. Check the path, or "
+        f"{_shown(told)} is none of the known formats. Looked for: {looked}. Check the path, or "
         f"name the format with fmt=.{problems}"
     )
 

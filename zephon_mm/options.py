@@ -67,8 +67,8 @@ class Options:
         max_error_rate: Share of defective samples (and images) that is tolerated; 0 for none.
         prefetch_batches: Batches that may be ready or in work ahead of the training loop.
         memory_budget_bytes: Shared memory for batches, in bytes.
-        task_images: Images that one task decodes.
-        task_rows: Samples that one task measures.
+        task_images: Images that one task decodes; up to four times as many where none is urgent.
+        task_rows: Samples that one task measures; up to four times as many where none is urgent.
         task_timeout_s: How long a task may run in a `process` worker, in seconds.
         index: What of each sample is measured once and kept, beside the caches of the datasets:
             `fill` takes from the index and adds to it, `read` only takes, `off` measures anew. It
@@ -89,7 +89,7 @@ class Options:
     flush_every_k_chunks: int = 8
     balance: bool = False
     max_error_rate: float = 0.01
-    prefetch_batches: int = 12
+    prefetch_batches: int = 32
     memory_budget_bytes: int = field(default_factory=_memory_budget)
     task_images: int = 16
     task_rows: int = 64

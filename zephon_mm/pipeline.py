@@ -8,13 +8,16 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from zephon_mm.batch import Batch
 from zephon_mm.builder import Builder
-from zephon_mm.checkpoint import gather_checkpoint
+from zephon_mm.checkpoint import gather, gather_checkpoint
 from zephon_mm.compiled import (
     KEPT_BATCHES,
     compile_engine,
@@ -25,15 +28,16 @@ from zephon_mm.compiled import (
 )
 from zephon_mm.engine.driver import Driver, EngineConfig
 from zephon_mm.engine.lanes import Cursor
+from zephon_mm.engine.omissions import Omissions
 from zephon_mm.engine.order import Topology
 from zephon_mm.engine.planner import Position, Start
 from zephon_mm.engine.raw import RawDriver
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.indexing import build_index, state_of_index
 from zephon_mm.metrics import Metrics
-from zephon_mm.planning import PlannedSequence, planned_sequences
-from zephon_mm.report import describe, summary
-from zephon_mm.resume import resume, state_of
+from zephon_mm.planning import Plan, planned_sequences, provenance
+from zephon_mm.report import describe, shares, summary
+from zephon_mm.resume import STEERED, leave_out, resume, state_of
 
 STATE_KEY = "zephon_mm"
 """The one key of `state_dict()`."""
@@ -82,12 +86,22 @@ class Pipeline(Builder):
         text = describe(self._source, self._stages, self._options, self._topology(), index=index)
         sys.stdout.write(text + "\n")
 
-    def plan(self, count: int) -> Iterator[PlannedSequence]:
-        """Yield the next `count` sequences of the global order, without decoding an image."""
-        self._check_open()
-        at = self._position
-        start = Start(at.delivered, self._cursors(at), at.next_lane, at.dealt)
-        yield from planned_sequences(self._compiled(Metrics()), start, count)
+    def plan(self, count: int) -> Plan:
+        """Return the next `count` sequences of the global order, without decoding an image.
+
+        They can be iterated, or looked at: `pipeline.plan(8).show()`.
+        """
+        start, config = self._here(), self._compiled(Metrics())
+        return Plan(planned_sequences(config, start, count), config.max_length)
+
+    def provenance(self, step: int) -> list[dict[str, Any]]:
+        """Return which rows of which shards each row of a global step is made of, undecoded.
+
+        Planning begins at the current position: restore the state nearest before a late step. See
+        `zephon_mm.planning.provenance`.
+        """
+        start = self._here()
+        return provenance(self._compiled(Metrics()), start, step)
 
     def build_index(
         self, *, rebuild: bool = False, progress: bool = True
@@ -114,13 +128,24 @@ class Pipeline(Builder):
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Return counters, rates and what limits: see `zephon_mm.report.summary`."""
+        """Return counters, rates and what limits: see `zephon_mm.report.summary`.
+
+        Besides, `datasets`: see `zephon_mm.report.shares`, and, once a window is over,
+        `windows_per_step`, which a curriculum needs.
+        """
         packing = self._stages.packing
         elapsed_s = time.perf_counter() - self._began if self._began else 0.0
-        return summary(
-            self._metrics.snapshot() | (self._driver.stats() if self._driver else {}),
+        counters = self._metrics.snapshot()
+        window = max(self._driver.newest_window, 0) if self._driver else 0
+        more: dict[str, Any] = {"datasets": shares(counters, self._source, window)}
+        if given := counters.get("window_sequences"):
+            lane_step = self._topology().global_batch_size / self._options.canonical_replicas
+            more["windows_per_step"] = counters["windows"] / given * lane_step
+        return more | summary(
+            counters | (self._driver.stats() if self._driver else {}),
             elapsed_s=elapsed_s,
             max_length=packing.max_length if packing else 0,
+            max_patches=packing.max_patches if packing else None,
             defects=self._metrics.defects(),
         )
 
@@ -211,17 +236,34 @@ class Pipeline(Builder):
         )
         return state if group is None else gather_checkpoint(state, group)
 
-    def restore(self, state: Mapping[str, Any], allow: Sequence[str] = ()) -> Self:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        allow: Sequence[str] = (),
+        *,
+        skip_steps: Iterable[int] = (),
+        exclude_keys: Iterable[str] = (),
+    ) -> Self:
         """Go on from a state; GPU count, microbatch size, runner and workers may differ.
+
+        What is allowed, skipped and excluded must be given on every rank alike; later states know
+        it, so that it need not be given again, and may be.
 
         Args:
             state: What `checkpoint` returned: of one rank, or merged.
-            allow: What else may differ from here on, see `zephon_mm.resume`; on every rank alike.
+            allow: What else may differ from here on, see `zephon_mm.resume`.
+            skip_steps: Global steps that are not delivered, such as `range(1200, 1210)`. Those that
+                follow keep their numbers and content: `batch.sequence_ids // N` is the step, and
+                the first state after them counts them as delivered.
+            exclude_keys: Samples that are in no batch from here on, by their names in `batch.keys`.
+                In windows that were begun they leave padding, in later ones they are not drawn;
+                counted in `metrics()["skipped"]["excluded"]`.
 
         Raises:
-            CheckpointError: The state is a part, of another recipe, or iteration has started.
+            CheckpointError: The state is a part, of another recipe, or iteration has started; or it
+                was taken inside a balanced step, and there are `exclude_keys`.
             ConfigError: It was taken inside a step that this topology cannot finish, `allow` has an
-                unknown name, or a dataset is missing.
+                unknown name, a dataset is missing, a step was begun, or a sample is unknown.
         """
         self._check_open()
         if self._driver is not None:
@@ -232,10 +274,61 @@ class Pipeline(Builder):
             *(self._source, self._stages, self._options, self._batching),
             all_lanes=self._plans_all_lanes,
         )
+        if not self._stages.raw:
+            size = self._batching[1] if self._batching else None
+            resumed = leave_out(resumed, skip_steps, exclude_keys, size)
+        elif [*skip_steps, *exclude_keys]:
+            raise ConfigError(
+                "skip_steps and exclude_keys are for packed sequences, not raw samples"
+            )
         self._source, start, self._lineage = resumed
         self._start = start
         self._position = Position(start.delivered, start.next_lane, None, start.dealt)
         return self
+
+    def steer(
+        self, decide: Callable[[dict[str, Any]], Mapping[str, float] | None], *, group: Any = None
+    ) -> None:
+        """Let a callback choose the mixture's weights; call it on every rank at the end of a step.
+
+        `decide(metrics())` is called on the first rank, and returns a weight for each dataset that
+        the source has, or None for no change. They hold from a window on that no lane of any rank
+        has begun. States know them, so that a restore gives the same batches and asks nobody.
+
+        Args:
+            decide: The callback.
+            group: A CPU process group: collective. None with one rank.
+
+        Raises:
+            ConfigError: The weights are no mixture of the datasets, or the source cannot change.
+            CheckpointError: A step is dealt and not over.
+        """
+        self._check_open()
+        if self._stages.raw or self._finite or not hasattr(self._source, "with_turn"):
+            raise ConfigError(
+                "steer is for packed sequences of a StaticMixtureWorkSource that has no end"
+            )
+        if self._position.dealt:
+            raise CheckpointError("steer: the step is dealt by weight; call it at the step's end")
+        first = group is None or dist.get_rank(group) == 0
+        choice = decide(self.metrics()) if first else None
+
+        def agree(newest: int) -> Any:
+            said = [(newest, choice)] if group is None else gather((newest, choice), group)
+            weights = said[0][1]
+            if weights is None:
+                return None
+            window = 1 + max(number for number, _ in said)
+            old = self._source.weights_at(window)
+            self._source = self._source.with_turn(window, weights)
+            entry = {"name": STEERED, "delivered": self._position.delivered, "window": window}
+            self._lineage = [*self._lineage, {**entry, "old": old, "new": dict(weights)}]
+            return self._source
+
+        if self._driver is None:
+            agree(max([-1, *(cursor.window for cursor in (self._start.cursors or {}).values())]))
+        else:
+            self._driver.ask(lambda planner: planner.steer(agree))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return all that decides the batches, JSON-serialisable; measures constants if needed."""
@@ -285,6 +378,11 @@ class Pipeline(Builder):
             f"among the last {KEPT_BATCHES} that this pipeline delivered"
         )
 
+    def _here(self) -> Start:
+        self._check_open()
+        at = self._position
+        return Start(at.delivered, self._cursors(at), at.next_lane, at.dealt)
+
     def _cursors(self, at: Position) -> Mapping[int, Cursor]:
         if self._driver is None or at.delivered == self._start.delivered:
             return self._start.cursors or {}
@@ -296,7 +394,7 @@ class Pipeline(Builder):
     def _compiled(self, metrics: Metrics) -> EngineConfig:
         self.validate()
         self._measure_constants()
-        return compile_engine(
+        config = compile_engine(
             self._source,
             self._stages,
             self._options,
@@ -305,6 +403,10 @@ class Pipeline(Builder):
             pad_tail=self._pad_tail,
             metrics=metrics,
         )
+        size, plan = config.topology.global_batch_size, config.plan
+        omissions = Omissions.of(self._lineage, self._source.datasets, size)
+        remembered = plan.remembered + size * len(omissions.steps)  # a state is of before a skip
+        return replace(config, plan=replace(plan, omissions=omissions, remembered=remembered))
 
 
 class _Batches:

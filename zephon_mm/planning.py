@@ -1,12 +1,13 @@
-"""Looking ahead: the next sequences of the global order, from metadata alone.
+"""Looking ahead: the next sequences of the global order, and what they are made of, undecoded.
 
-Imports: engine, runners, metrics, records. Used by: pipeline.
+Imports: engine, errors, io, runners, metrics, records. Used by: pipeline.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from zephon_mm.engine.blocks import RawContext
 from zephon_mm.engine.driver import EngineConfig
@@ -16,8 +17,11 @@ from zephon_mm.engine.pending import sequence_keys
 from zephon_mm.engine.planner import Planner, Start
 from zephon_mm.engine.rawplan import RawPlanner
 from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset
 from zephon_mm.metrics import Metrics
-from zephon_mm.records import SampleRef, Sequence
+from zephon_mm.packed import Piece, Sequence
+from zephon_mm.records import SampleRef
 from zephon_mm.runners import make_runner
 
 
@@ -35,21 +39,62 @@ class PlannedSequence:
     sequence: Sequence
 
 
-def planned_sequences(config: EngineConfig, start: Start, count: int) -> Iterator[PlannedSequence]:
-    """Yield the next sequences after `start`, measuring in this thread and decoding nothing."""
+class Plan:
+    """The next sequences, one after another; made as they are asked for.
+
+    Args:
+        sequences: What to yield.
+        max_length: Tokens that a sequence has room for; 0 for raw samples.
+    """
+
+    def __init__(self, sequences: Iterator[PlannedSequence], max_length: int) -> None:
+        self._sequences = sequences
+        self._max_length = max_length
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PlannedSequence:
+        return next(self._sequences)
+
+    def show(self) -> Any:
+        """Return a matplotlib figure of the sequences that are left, and take them.
+
+        Raises:
+            ConfigError: There is none, or no matplotlib.
+        """
+        from zephon_mm.show import draw_plan  # loads matplotlib, which planning has no use for
+
+        return draw_plan(self, self._max_length)
+
+
+def planned_sequences(
+    config: EngineConfig, start: Start, count: int, first: int = 0
+) -> Iterator[PlannedSequence]:
+    """Yield the next sequences after `start`, measuring in this thread and decoding nothing.
+
+    Inside a step that was dealt by weight, they are those from the beginning of the step.
+
+    Args:
+        config: Of the pipeline.
+        start: Where to begin planning.
+        count: How many to yield.
+        first: Yield only sequences from this global number on.
+    """
     queue = TaskQueue(make_runner("inline", config.context, workers=1))
     raw = isinstance(config.context, RawContext)
     planner: Any = (RawPlanner if raw else Planner)(
         config.plan,
         num_lanes=config.num_lanes,
         topology=Topology(1, 0, 1, 1),
-        start=start,
+        start=replace(start, delivered=_begun(start), dealt=()),
         finite=config.finite,
         measuring=Measuring(queue, config.index, config.task_rows),
         wait=lambda future: None,
         metrics=Metrics(),
     )
-    for group in itertools.islice(planner.groups(), count):
+    wanted = (group for group in planner.groups() if group.numbers[0] >= first)
+    for group in itertools.islice(wanted, count):
         if raw:
             datasets, ref = config.context.datasets, SampleRef(*group.refs[0].tolist())
             keys = (datasets[ref.dataset].key(ref.shard, ref.row),)
@@ -63,3 +108,64 @@ def planned_sequences(config: EngineConfig, start: Start, count: int) -> Iterato
             sequence.num_images,
             sequence,
         )
+
+
+def provenance(config: EngineConfig, start: Start, step: int) -> list[dict[str, Any]]:
+    """Return what each row of a global step is made of, as plain JSON values.
+
+    Args:
+        config: Of the pipeline.
+        start: Where to begin planning, at or before the step.
+        step: Its number.
+
+    Returns:
+        A mapping a row: `row` in the step, `sequence` (the global number), `tokens`, `images`, and
+        `samples`: of each its `key` in `batch.keys`, `dataset`, `shard`, `row` in the shard, `name`
+        (its key in the data; "" if it has none or is in a store), and the `tokens` and `images` of
+        it that are in the sequence. Empty if the step is skipped or the data ends before it.
+
+    Raises:
+        ConfigError: The step began before the start, or the pipeline delivers raw samples.
+    """
+    size = config.topology.global_batch_size
+    first = step * size
+    if first < _begun(start):
+        raise ConfigError(
+            f"step {step} begins with sequence {first}, planning with {_begun(start)}: restore a "
+            "state of before that step"
+        )
+    if isinstance(config.context, RawContext):
+        raise ConfigError("a row of raw samples is one sample: Dataset.locate(key) tells its place")
+    if config.plan.omissions.skips(first):
+        return []
+    rows = [
+        {
+            "row": one.number - first,
+            "sequence": one.number,
+            "tokens": one.num_tokens,
+            "images": one.num_images,
+            "samples": [_sample(config.context.datasets, part) for part in one.sequence.pieces],
+        }
+        for one in planned_sequences(config, start, size, first)
+    ]
+    return rows if len(rows) == size or config.plan.pad_tail else []  # what is left over is dropped
+
+
+def _sample(datasets: Values[Dataset], piece: Piece) -> dict[str, Any]:
+    number, shard, row = piece.record.ref
+    dataset = datasets[number]
+    stored = {} if dataset.mirrors else dataset.reader.read(shard, [row], ())[0]
+    return {
+        "key": dataset.key(shard, row),
+        "dataset": dataset.name,
+        "shard": dataset.shards[shard].name,
+        "row": row,
+        "name": str(stored.get("__key__", "")) if isinstance(stored, Mapping) else "",
+        "tokens": piece.num_tokens,
+        "images": piece.num_images,
+    }
+
+
+def _begun(start: Start) -> int:
+    """Return the global number with which planning begins."""
+    return start.delivered - sum(hand.size for hand in start.dealt)

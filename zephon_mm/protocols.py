@@ -7,7 +7,7 @@ Imports: records. Used by: everything below the pipeline.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +86,17 @@ class ColumnReader(Protocol):
 
 @runtime_checkable
 class ImageProcessor(Protocol):
-    """Turns one encoded image into the model's uint8 input. Stateless and picklable."""
+    """Turns one encoded image into the model's uint8 input. Stateless and picklable.
+
+    A processor whose arrays all have one shape, a picture, needs its four methods only. Another
+    also says, in attributes, how they lie in a batch:
+
+        unit_shape    what is stacked, such as (3, H, W) for tiles, (768,) for patches; a measured
+                      shape is one unit, or (k, *unit_shape)
+        pad_to        None: `pixel_values` is (sum of all k, *unit_shape). P: it is
+                      (N, P, *unit_shape), zero beyond k
+        grid_key      the name under which a model takes the grids of `MediaShape`, or None
+    """
 
     def measure(self, read: Callable[[int], bytes]) -> MediaShape:
         """Return token count and output shape from the image's header alone.
@@ -103,6 +113,8 @@ class ImageProcessor(Protocol):
     def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
         """Decode, resize and write the image into `out`, which has the measured shape.
 
+        With parts, `out` is (len(parts), *shape).
+
         Raises:
             SampleError: The bytes do not decode. `out` may then hold anything.
         """
@@ -110,6 +122,40 @@ class ImageProcessor(Protocol):
 
     def normalize(self, pixels: Any, dtype: Any) -> Any:
         """Map a uint8 tensor of written images to the model's range, in `dtype`."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return everything that the pixels depend on, JSON-serialisable."""
+        ...
+
+
+@runtime_checkable
+class VideoProcessor(Protocol):
+    """Turns one encoded video into the model's uint8 input: attributes as `ImageProcessor`."""
+
+    def measure(self, file: BinaryIO) -> MediaShape:
+        """Return what the video becomes, without decoding; a part is a frame, or several.
+
+        Args:
+            file: The video, seekable, for this call only.
+
+        Raises:
+            SampleError: The file is no video that can be used.
+        """
+        ...
+
+    def write(self, file: BinaryIO, first: int, out: NDArray[np.uint8]) -> None:
+        """Decode parts `[first, first + len(out))` into `out`, (n, *shape).
+
+        Without parts, `first` is 0 and `out` has the measured shape.
+
+        Raises:
+            SampleError: They do not decode. `out` may then hold anything.
+        """
+        ...
+
+    def normalize(self, pixels: Any, dtype: Any) -> Any:
+        """Map a uint8 tensor of written frames to the model's range, in `dtype`."""
         ...
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -132,7 +178,25 @@ class Accumulator(Protocol[In, Out]):
 
 @runtime_checkable
 class WorkSource(Protocol):
-    """The curriculum: which samples come next in a lane. Pure: all state is in its argument."""
+    """The curriculum: which samples come next in a lane. Pure: all state is in its argument.
+
+    `next` may be called for any state again, at any time, in any order and in several processes
+    that know nothing of each other, and must answer the same. Whatever else it depends on (a
+    server's answer, a user's decision) belongs into the state, once it was used: see
+    `zephon_mm.integrations.curriculum`. A source is picklable; `tests/contracts/work_source.py`
+    checks all this.
+
+    A source may also have, and `StaticMixtureWorkSource` has:
+
+        finite            False where lanes never end; without it, they may
+        with_windows(n)   the source, told how many chunks a window has
+        needs_constants, estimate, with_constants, constants
+                          what is measured once, and kept in checkpoints
+        with_history, carried, with_turn, weights_at
+                          mixtures that change: `restore(allow=["mixture"])`, `Pipeline.steer`
+        by_tokens, account, settled
+                          exact shares of tokens: `Pipeline.mix`
+    """
 
     @property
     def datasets(self) -> Sequence[Any]:

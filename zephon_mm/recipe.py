@@ -5,8 +5,9 @@
     [source]             of StaticMixtureWorkSource; token_estimation = true or {sample_rows = 64}
     [options]            of zephon_mm.options.Options
     [image_processor]    kind = "siglip" and its settings, or preset = "..."; left out for text
+    [video_processor]    the same for videos; one of frames takes [image_processor] for its `image`
     [interleave]         of Pipeline.interleave; or [tokenize], of Pipeline.tokenize
-    [pack] [shuffle] [batch]     of Pipeline.pack_flat, .shuffle, .batch
+    [mix] [pack] [shuffle] [batch]     of Pipeline.mix, .pack_flat, .shuffle, .batch
 
 Laws (tests/test_recipe.py):
     1. No key is declared here: names and types are those of the code that uses them.
@@ -19,6 +20,7 @@ them to the pipeline in Python.
 Imports: io, meshes, ops, options, pipeline, stages, tables, work. Used by: cli, users.
 """
 
+import inspect
 import math
 import os
 import re
@@ -38,13 +40,15 @@ from zephon_mm.meshes import without_mesh
 from zephon_mm.ops.pack import PackConfig
 from zephon_mm.options import Options
 from zephon_mm.pipeline import Pipeline
+from zephon_mm.processors.siglip import SigLIPProcessor
 from zephon_mm.stages import ShuffleStage
 from zephon_mm.tables import Knob, Table, checked, dump, knobs_of, unknown
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
 _SECTIONS = (
-    *("datasets", "source", "options", "image_processor", "interleave", "tokenize"),
-    *("pack", "shuffle", "batch"),
+    *("datasets", "source", "options", "image_processor", "video_processor"),
+    *("interleave", "tokenize"),
+    *("mix", "pack", "shuffle", "batch"),
 )
 _REQUIRED = ("datasets", "source", "pack", "batch")
 
@@ -82,6 +86,9 @@ class Recipe:
         with _at(self.file, "options"):
             pipeline.options(**tables.get("options", {}) | without_mesh(options))
         self._add_tokens(pipeline)
+        if "mix" in tables:
+            with _at(self.file, "mix"):
+                pipeline.mix(**tables["mix"])
         with _at(self.file, "pack"):
             pipeline.pack_flat(**tables["pack"])
         if "shuffle" in tables:
@@ -118,10 +125,14 @@ class Recipe:
                 pipeline.tokenize(**tables["tokenize"])
             return
         with _at(self.file, "image_processor"):
-            processor = _image_processor(tables.get("image_processor"))
+            image = _processor(tables.get("image_processor"))
+        with _at(self.file, "video_processor"):
+            video = _processor(tables.get("video_processor"), image)
         with _at(self.file, "interleave"):
             self._check_exists("tokenizer", tables["interleave"]["tokenizer"])
-            pipeline.interleave(image_processor=processor, **tables["interleave"])
+            pipeline.interleave(
+                image_processor=image, video_processor=video, **tables["interleave"]
+            )
 
     def _check_exists(self, key: str, value: Any) -> None:
         """Find a missing file here, where it is known what makes it; patterns are the reader's."""
@@ -173,8 +184,9 @@ def _check_sections(tables: Table, file: Path) -> None:
             raise ConfigError(f"{file}: {_WORDS.get(name, f'the section [{name}]')} is missing")
     if ("interleave" in tables) == ("tokenize" in tables):
         raise ConfigError(f"{file}: give either [interleave] or [tokenize], and only one of them")
-    if "image_processor" in tables and "tokenize" in tables:
-        raise ConfigError(f"{file}: [tokenize] reads no image: remove [image_processor]")
+    for name in ("image_processor", "video_processor"):
+        if name in tables and "tokenize" in tables:
+            raise ConfigError(f"{file}: [tokenize] reads no image and no video: remove [{name}]")
 
 
 def _is_table(value: Any) -> bool:
@@ -239,12 +251,12 @@ def _options(table: Table, base: Path) -> Table:
 
 
 def _processor_table(table: Table, base: Path) -> Table:
-    _image_processor(table)
+    _processor(table)
     return table
 
 
-def _image_processor(table: Table | None) -> Any:
-    """Return the processor that a section describes; None without one."""
+def _processor(table: Table | None, image: Any = None) -> Any:
+    """Return the processor that a section describes, one of frames with `image`; None without."""
     if table is None:
         return None
     entries = {entry.name: entry for entry in entry_points(group="zephon_mm.processors")}
@@ -257,13 +269,16 @@ def _image_processor(table: Table | None) -> Any:
         knobs = knobs_of(owner.preset, "name") | {"preset": Knob(str, required=True)}
         settings = checked(settings, knobs)
         return owner.preset(settings.pop("preset"), **settings)
-    settings = checked(settings, knobs_of(owner))
+    settings = checked(settings, knobs_of(owner, "image"))
+    if "image" in inspect.signature(owner).parameters:
+        settings["image"] = image or SigLIPProcessor()
     return owner(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 
 def _interleave(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Pipeline.interleave, "image_processor", "tokenizer") | _TEXT)
-    return found | {"tokenizer": _tokenizer(found["tokenizer"], base)}
+    found = checked(table, knobs_of(Pipeline.interleave, *_BUILT) | _TEXT)
+    paths = {"tokenizer", "template"} & found.keys()
+    return found | {name: _tokenizer(found[name], base) for name in paths}
 
 
 def _tokenize(table: Table, base: Path) -> Table:
@@ -273,7 +288,7 @@ def _tokenize(table: Table, base: Path) -> Table:
 
 
 def _tokenizer(name: str, base: Path) -> str:
-    """Return the path of a tokenizer's folder or file, or a hub id as it is."""
+    """Return the path of a tokenizer's or template's folder or file, or a name as it is."""
     path = os.path.normpath(base / os.path.expanduser(name))
     is_path = name.startswith((".", "/", "~")) or os.path.exists(path)
     return path if is_path else name
@@ -283,6 +298,10 @@ def _pack(table: Table, base: Path) -> Table:
     found = checked(table, knobs_of(PackConfig))
     PackConfig(**found)
     return found
+
+
+def _mix(table: Table, base: Path) -> Table:
+    return checked(table, knobs_of(Pipeline.mix))
 
 
 def _shuffle(table: Table, base: Path) -> Table:
@@ -299,13 +318,16 @@ def _batch(table: Table, base: Path) -> Table:
     return found
 
 
+_BUILT = ("image_processor", "video_processor", "tokenizer")
 _TEXT = {"tokenizer": Knob(str, required=True)}
 _SECTION_CHECKS = {
     "source": _source,
     "options": _options,
     "image_processor": _processor_table,
+    "video_processor": _processor_table,
     "interleave": _interleave,
     "tokenize": _tokenize,
+    "mix": _mix,
     "pack": _pack,
     "shuffle": _shuffle,
     "batch": _batch,

@@ -6,15 +6,12 @@ several times faster than frozen dataclasses; the others are frozen, slotted dat
 Imports: errors. Used by: everything.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Values
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from zephon_mm.errors import ConfigError
 
 
 class SampleRef(NamedTuple):
@@ -82,36 +79,99 @@ class Image:
     blob: Blob
 
 
-Segment = Text | Image
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video segment of a document: a pointer to its file."""
+
+    blob: Blob
+
+
+Segment = Text | Image | Video
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    `role` is a chat template's word, such as "user". `fields` are what else the template may use,
+    such as `("tool_calls", [...])`, as JSON values. Which roles carry loss is the pipeline's
+    setting: `Text.train` is not looked at.
+    """
+
+    role: str
+    segments: tuple[Segment, ...]
+    fields: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One sample as an ordered list of segments. `key` is the name it has in its data, if any."""
+    """One sample: an ordered list of segments, or a conversation, which has messages instead.
+
+    `key` is the name it has in its data, if any; `tools` are a conversation's functions, as JSON.
+    """
 
     segments: tuple[Segment, ...]
     key: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def media(self) -> list[Image | Video]:
+        """All images and videos, in order."""
+        segments = [*self.segments, *(one for turn in self.messages for one in turn.segments)]
+        return [segment for segment in segments if not isinstance(segment, Text)]
 
 
 class MediaShape(NamedTuple):
-    """What an image will become: its placeholder tokens and the shape of its uint8 array."""
+    """What an image or video will become: placeholder tokens, and uint8 arrays.
+
+    `num_tokens` and `shape` are those of one part. `parts` are the control texts in front of the
+    tiles of a picture or the frames of a video, `closing` the one behind the last; empty: there is
+    one part, without a text. `grid` is what a model must know of its patches: (rows, columns).
+    """
 
     num_tokens: int
     shape: tuple[int, ...]
+    parts: tuple[str, ...] = ()
+    grid: tuple[int, ...] = ()
+    closing: str = ""
+
+
+def patches_of(media: MediaShape, patch_size: int | None) -> int:
+    """Return the patches that the vision encoder takes for one part, before any merging.
+
+    Args:
+        media: Its `shape` is (k, values) for k patches, else that of pictures, (..., 3, H, W).
+        patch_size: Their side in pixels; None where a processor does not say it, and pictures count
+            as many patches as tokens.
+    """
+    sides = list(media.shape)
+    if len(sides) < 3:
+        return sides[0]
+    if patch_size is None:
+        return media.num_tokens
+    *pictures, _, height, width = sides
+    return math.prod(pictures) * (height // patch_size) * (width // patch_size)
 
 
 class ImageSlot(NamedTuple):
-    """An image inside a record.
+    """What the encoder takes for an image inside a record: an image, a tile, a frame of a video.
 
-    `start` is the position of its first placeholder token in the record; the placeholders are
-    `[start, start + num_tokens)`, without the start and end tokens around them. `shape` is that of
-    the uint8 array that materializing will write. `blob` is None in a record out of an index.
+    Its placeholders are the record's tokens `[start, start + num_tokens)`, without the start and
+    end tokens around them. `shape` is that of the uint8 array to write, `grid` as in `MediaShape`.
+    `blob` is None in a record out of an index. `media` counts the document's images and videos,
+    `part` the parts of one; -1: it has no parts. `patches` is as in `patches_of`.
     """
 
     blob: Blob | None
     start: int
     num_tokens: int
     shape: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+    media: int = 0
+    part: int = -1
+    video: bool = False
+    patches: int = 0
 
 
 Runs = tuple[tuple[int, int], ...]
@@ -123,7 +183,7 @@ class Record(NamedTuple):
 
     Image placeholders are most of a document's tokens and all the same, so they are not stored:
     `text_ids` is int32, all tokens but those. `trained_runs` are the tokens that carry loss.
-    `uncut` are the ranges that may not be cut: each image with its start and end tokens.
+    `uncut` are the ranges that may not be cut: each image or video with its start and end tokens.
     """
 
     ref: SampleRef
@@ -133,6 +193,7 @@ class Record(NamedTuple):
     images: tuple[ImageSlot, ...]
     uncut: Runs
     image_id: int
+    video_id: int = -1
 
     def write_tokens(self, start: int, stop: int, out: NDArray[Any]) -> None:
         """Write tokens `[start, stop)`, which cut no image, into `out` of that length."""
@@ -145,13 +206,18 @@ class Record(NamedTuple):
             out[at - start : image.start - start] = self.text_ids[stored : stored + before]
             stored += before
             at = image.start + image.num_tokens
-            out[image.start - start : at - start] = self.image_id
+            out[image.start - start : at - start] = self.video_id if image.video else self.image_id
         out[at - start :] = self.text_ids[stored : stored + stop - at]
 
     @property
     def num_images(self) -> int:
         """Images of the whole record."""
         return len(self.images)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of all of them."""
+        return sum([image.patches for image in self.images])
 
     @property
     def num_valid_tokens(self) -> int:
@@ -199,119 +265,6 @@ def record_of(
     return Record(ref, len(token_ids), token_ids[text], runs, images, uncut, image_id)
 
 
-def extents_of(record: "AnyRecord") -> list[int]:
-    """Return all of a record but its tokens as integers, for `parsed`."""
-    found = [len(record.trained_runs), len(record.images)]
-    for image in record.images:
-        found += (image.start, image.num_tokens, len(image.shape), *image.shape)
-    for run in (*record.trained_runs, *record.uncut):
-        found += run
-    return found
-
-
-def parsed(extents: Values[int]) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
-    """Return images, trained runs and uncut ranges out of `extents_of` a record."""
-    num_trained, num_images = extents[:2]
-    images, at = [], 2
-    for _ in range(num_images):
-        start, num_tokens, dims = extents[at : at + 3]
-        at += 3 + dims
-        images.append(ImageSlot(None, start, num_tokens, tuple(extents[at - dims : at])))
-    runs = tuple(zip(extents[at::2], extents[at + 1 :: 2], strict=True))
-    return tuple(images), runs[:num_trained], runs[num_trained:]
-
-
-class Store(Protocol):
-    """Where an index keeps what rows became."""
-
-    def extents(self, at: int) -> Values[int]:
-        """Return the `extents_of` the record at a position."""
-        ...
-
-    def skip(self, at: int, ref: SampleRef) -> "Skip":
-        """Return why the row at a position gives no record."""
-        ...
-
-
-class IndexedRecord:
-    """A record out of an index: all that a `Record` has, but its tokens and its blobs.
-
-    The tokens are made where the sequence is delivered, from the sample itself.
-
-    Args:
-        num_tokens: Of the record.
-        num_images: Of the record.
-        num_valid_tokens: As in `Record`.
-        store: Where its extents are.
-        at: At which position there.
-        refs: (n, 3) int64, with the columns of `SampleRef`.
-        number: Which of them is its own.
-    """
-
-    __slots__ = (
-        *("_at", "_number", "_parsed", "_refs", "_store"),
-        *("num_images", "num_tokens", "num_valid_tokens"),
-    )
-
-    def __init__(
-        self,
-        num_tokens: int,
-        num_images: int,
-        num_valid_tokens: int,
-        store: Store,
-        at: int,
-        refs: NDArray[np.int64],
-        number: int,
-    ) -> None:
-        self.num_tokens = num_tokens
-        self.num_images = num_images
-        self.num_valid_tokens = num_valid_tokens
-        self._store = store
-        self._at = at
-        self._refs = refs
-        self._number = number
-        self._parsed: tuple[tuple[ImageSlot, ...], Runs, Runs] | None = None
-
-    @property
-    def ref(self) -> SampleRef:
-        """Where the sample is stored."""
-        return SampleRef._make(self._refs[self._number].tolist())
-
-    @property
-    def images(self) -> tuple[ImageSlot, ...]:
-        """As in `Record`; their blobs are None."""
-        return self._parts()[0]
-
-    @property
-    def trained_runs(self) -> Runs:
-        """As in `Record`."""
-        return self._parts()[1]
-
-    @property
-    def uncut(self) -> Runs:
-        """As in `Record`."""
-        return self._parts()[2]
-
-    @property
-    def text_ids(self) -> NDArray[np.int32]:
-        """Raise a ConfigError: an index keeps no tokens."""
-        raise ConfigError(
-            "a record out of an index has counts and positions, no token ids: they are made when "
-            "the sequence is delivered. If an operator needs them, set options(index='off')."
-        )
-
-    token_ids = text_ids
-
-    def _parts(self) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
-        if self._parsed is None:
-            self._parsed = parsed(self._store.extents(self._at))
-        return self._parsed
-
-
-AnyRecord = Record | IndexedRecord
-"""What accumulators see."""
-
-
 class Skip(NamedTuple):
     """A sample that gives no record, and why. `defect` is False for a user's own filter."""
 
@@ -319,151 +272,6 @@ class Skip(NamedTuple):
     reason: str
     message: str
     defect: bool
-
-
-class Block:
-    """What an index knows of a chunk's rows: counts in columns, a record only when asked for one.
-
-    Most records are planned by ranks that do not deliver them, so a packer that takes blocks makes
-    those alone that go into a sequence.
-
-    Args:
-        refs: (n, 3) int64, with the columns of `SampleRef`.
-        columns: (5, n) int64: tokens (0 or below for a row without a record, `UNKNOWN` for one that
-            the index does not know), images, tokens that carry loss, which of the stores, and the
-            position there.
-        stores: Where the rest is.
-    """
-
-    UNKNOWN = -2
-
-    def __init__(
-        self, refs: NDArray[np.int64], columns: NDArray[np.int64], stores: Values[Store]
-    ) -> None:
-        self._refs = refs
-        self._stores = stores
-        self.num_tokens: list[int]
-        self.num_tokens, self.num_images, self.num_valid, self._which, self._at = columns.tolist()
-        self.gaps: list[int] = np.flatnonzero(columns[0] <= 0).tolist()
-        """Rows without a record, ascending."""
-
-    def __len__(self) -> int:
-        """Return the rows."""
-        return len(self.num_tokens)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield what each row became."""
-        return (self[row] for row in range(len(self)))
-
-    def __getitem__(self, row: int) -> Any:
-        """Return what a row became; None if that is not known."""
-        size = self.num_tokens[row]
-        if size == self.UNKNOWN:
-            return None
-        store, at = self._stores[self._which[row]], self._at[row]
-        if size <= 0:
-            return store.skip(at, SampleRef._make(self._refs[row].tolist()))
-        valid = self.num_valid[row]
-        return IndexedRecord(size, self.num_images[row], valid, store, at, self._refs, row)
-
-
-class Piece(NamedTuple):
-    """The tokens `[start, stop)` of a record, as a part of a sequence."""
-
-    record: AnyRecord
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of this piece."""
-        return self.stop - self.start
-
-    @property
-    def num_valid_tokens(self) -> int:
-        """Tokens that carry loss; the first one has nothing to be predicted from."""
-        if self.stop - self.start == self.record.num_tokens:
-            return self.record.num_valid_tokens
-        return sum(
-            max(min(stop, self.stop) - max(start, self.start + 1), 0)
-            for start, stop in self.record.trained_runs
-        )
-
-    @property
-    def num_images(self) -> int:
-        """Images that lie inside the piece."""
-        if self.stop - self.start == self.record.num_tokens:
-            return self.record.num_images
-        return sum(1 for _ in self.images())
-
-    def images(self) -> Iterator[ImageSlot]:
-        """Yield the images that lie inside the piece, in order."""
-        for image in self.record.images:
-            if self.start <= image.start and image.start + image.num_tokens <= self.stop:
-                yield image
-
-
-class Sequence:
-    """One packed training example: pieces in order, at most `max_length` tokens in all.
-
-    Args:
-        pieces: In order.
-        rows: Or what pieces are made of when they are asked for, which only the rank does that
-            delivers them: a block, a row of it, and how many of the record's tokens are taken,
-            again and again.
-    """
-
-    __slots__ = ("_pieces", "_rows")
-
-    def __init__(self, pieces: tuple[Piece, ...] = (), *, rows: Values[Any] = ()) -> None:
-        self._pieces = None if rows else pieces
-        self._rows = rows
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces, in order."""
-        if self._pieces is None:
-            self._pieces = tuple([Piece(block[row], 0, size) for block, row, size in self._each()])
-        return self._pieces
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all pieces, without padding."""
-        if self._pieces is None:
-            return sum(self._rows[2::3])
-        return sum([piece.stop - piece.start for piece in self._pieces])
-
-    @property
-    def num_valid_tokens(self) -> int:
-        """Tokens that carry loss."""
-        if self._pieces is not None:
-            return sum([piece.num_valid_tokens for piece in self._pieces])
-        total = 0
-        for block, row, size in self._each():
-            if type(block) is Block and block.num_tokens[row] == size:
-                total += block.num_valid[row]
-            else:
-                total += Piece(block[row], 0, size).num_valid_tokens
-        return total
-
-    @property
-    def num_images(self) -> int:
-        """Images of all pieces."""
-        return sum([piece.num_images for piece in self.pieces])
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the pieces."""
-        return isinstance(other, Sequence) and self.pieces == other.pieces
-
-    __hash__ = None  # type: ignore[assignment]  # like a list of its pieces
-
-    def __repr__(self) -> str:
-        """Show the pieces."""
-        return f"Sequence({self.pieces!r})"
-
-    def _each(self) -> Iterator[tuple[Any, int, int]]:
-        rows = self._rows
-        return zip(rows[::3], rows[1::3], rows[2::3], strict=True)
 
 
 State = tuple[int | str, ...]
@@ -480,4 +288,5 @@ class Chunk(NamedTuple):
     refs: NDArray[np.int64]
 
 
-Policy = Literal["drop", "truncate"]
+Policy = Literal["drop", "truncate", "split", "downscale"]
+"""What happens to a document that is over the limits of a sequence."""

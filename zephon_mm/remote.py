@@ -1,6 +1,6 @@
 """The objects of remote stores: what a URL names, listed and downloaded, with patience.
 
-Laws (tests/test_stores.py):
+Laws (tests/test_stores.py, tests/test_remote.py):
     1. A download that breaks off goes on where it ended, also in another process. What it gives has
        the size, and where the store tells one the ETag, that was listed: an object that changed
        meanwhile is an error, never mixed bytes.

@@ -52,29 +52,74 @@ def _dataset(dataset: Any) -> str:
 
 
 def summary(
-    counters: Mapping[str, float], *, elapsed_s: float, max_length: int, defects: Sequence[str]
+    counters: Mapping[str, float],
+    *,
+    elapsed_s: float,
+    max_length: int,
+    defects: Sequence[str],
+    max_patches: int | None = None,
 ) -> dict[str, Any]:
     """Return a run's counters, rates and what limits it.
 
     Returns:
         `batches`, `sequences`, `documents`, `images`, `tokens` (without padding); the same per
-        second with `_per_s`; `padding`, the share of positions that are padding; `wait_s`, what
-        `next()` waited; `skipped`, reason -> count; `defects`, the latest messages; `limit`, the
-        stage that the others wait for; the driver's waits, queue depths and the runner's counters.
+        second with `_per_s`; `padding`, the share of positions that are padding, `density`, that of
+        the others, and `wasted_tokens`, how many are; `vision_fill`, the patches of `max_patches`
+        that are used, where there is such a limit; `truncated`, the documents that were planned cut
+        short; `wait_s`, what `next()` waited; `skipped`, reason -> count; `defects`, the latest
+        messages; `limit`, the stage that the others wait for; the driver's waits, queue depths and
+        the runner's counters.
     """
     found: dict[str, Any] = {
-        name: value for name, value in counters.items() if not name.startswith("skipped.")
+        name: value
+        for name, value in counters.items()
+        if not name.startswith(("skipped.", "dataset."))
     }
     for name in ("batches", "sequences", "documents", "images", "tokens"):
         found.setdefault(name, 0)
         found[f"{name}_per_s"] = found[name] / elapsed_s if elapsed_s else 0.0
     positions = found["sequences"] * max_length
-    found["padding"] = 1 - found["tokens"] / positions if positions else 0.0
+    found["wasted_tokens"] = positions - found["tokens"] if positions else 0
+    found["density"] = found["tokens"] / positions if positions else 0.0
+    found["padding"] = 1 - found["density"] if positions else 0.0
+    if max_patches is not None:
+        room = found["sequences"] * max_patches
+        found["vision_fill"] = found.get("patches", 0) / room if room else 0.0
     found["elapsed_s"] = elapsed_s
     found["skipped"] = skips(counters)
+    found["truncated"] = found["skipped"].get("truncated", 0)
     found["defects"] = list(defects)
     found["limit"] = _limit(found)
     return found
+
+
+def shares(counters: Mapping[str, float], source: Any, window: int) -> dict[str, dict[str, Any]]:
+    """Return what was delivered of each dataset, by name.
+
+    Args:
+        counters: Of a run.
+        source: Its source.
+        window: Whose weights are the target.
+
+    Returns:
+        `rows`, `tokens`, `trained_tokens` and `trained`, their part of the tokens; `passes`, rows
+        of those that the dataset has; `share`, of the tokens or rows of all, and `target`, what the
+        source wants it to be, None where it does not say so.
+    """
+    unit = getattr(source, "unit", "tokens")
+    targets = source.weights_at(window) if hasattr(source, "weights_at") else None
+    found: dict[str, dict[str, Any]] = {}
+    for number, dataset in enumerate(source.datasets):
+        names = ("rows", "tokens", "trained_tokens")
+        told = {name: int(counters.get(f"dataset.{number}.{name}", 0)) for name in names}
+        trained, passes = (
+            told["trained_tokens"] / max(told["tokens"], 1),
+            told["rows"] / len(dataset),
+        )
+        target = targets.get(dataset.name, 0.0) if targets else None
+        found[dataset.name] = {**told, "trained": trained, "passes": passes, "target": target}
+    total = sum(told[unit] for told in found.values())
+    return {name: {**told, "share": told[unit] / max(total, 1)} for name, told in found.items()}
 
 
 def _limit(found: Mapping[str, Any]) -> str:

@@ -2,29 +2,36 @@
 
 A restore may change the mixture. Windows that lanes have begun are planned again as they were, so
 the new weights hold from the first window that no lane has begun. The state's lineage lists what
-was allowed so far: the `name`, the `delivered` count of the restore, the `window` from which it
-holds in every lane (None: at once), and the `old` and `new` values: weights by dataset name, or
-parts of the fingerprint.
+was allowed so far, or chosen by a callback (`Pipeline.steer`): the `name`, the `delivered` count at
+that time, the `window` from which it holds in every lane (None: at once), and the `old` and `new`
+values: weights by dataset name, parts of the fingerprint, `{"steps": [[first, stop], ...]}` that
+are skipped from here on, or `{"keys": [...]}` of samples that are excluded (`engine.omissions`).
 
 Laws (tests/laws/test_lineage.py):
     1. A run that changed its mixture gives what one source gives that changes it in every lane at
-       that window, on any topology and however often it is restored.
+       that window, on any topology and however often it is restored. So does one whose weights a
+       callback chose (tests/laws/test_steering.py); the callback is not asked again.
 
 Imports: checkpoint, compiled, engine, errors, options, stages. Used by: pipeline.
 """
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zephon_mm.checkpoint import FORMAT, check_allow, check_fingerprint, check_format
 from zephon_mm.compiled import fingerprint, topology_of, with_constants
 from zephon_mm.engine.lanes import Cursor
+from zephon_mm.engine.omissions import EXCLUDED, SKIPPED, Omissions
 from zephon_mm.engine.order import Topology, check_resume
 from zephon_mm.engine.planner import Hand, Position, Start
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.options import Options
 from zephon_mm.stages import Stages
+
+STEERED = "steer"
+"""The name in a lineage of weights that a callback chose."""
 
 
 def state_of(
@@ -104,7 +111,7 @@ def resume(
     allow = check_allow(allow)
     state = {"lineage": [], **state}  # which a state of before there were lineages lacks
     size = options.flush_every_k_chunks
-    source = with_constants(_source_of(source, state, allow, size), stages, options)
+    source = with_constants(_source_of(source, state, allow), stages, options)
     found = fingerprint(source, stages, options, batching[1] if batching else None)
     changes = check_fingerprint(state["fingerprint"], found, allow)
     dealt = tuple(Hand(*hand) for hand in state["dealt"])
@@ -112,6 +119,11 @@ def resume(
         raise CheckpointError(
             "the state was taken inside a step that balance=True had dealt: restore it with "
             "options(balance=True) and the mixture that it has, or take it at the end of a step"
+        )
+    if "mixture" in changes and "curriculum" in state["fingerprint"]["source"]:
+        raise CheckpointError(
+            "allow=['mixture']: this run's weights have changed by its curriculum or by steer(); "
+            "restore it as it was, and change them by steer()"
         )
     if batching is not None and batching[1] is not None:
         check_resume(state["delivered"], topology_of(options, batching))
@@ -121,7 +133,7 @@ def resume(
         for lane, (window, where, offset) in state["lanes"].items()
     }
     if "mixture" in changes:
-        source = source.with_history(_names(found), _history(lineage, size))
+        source = source.with_history(_names(found), _history(lineage))
         cursors = {
             lane: at._replace(state=source.carried(at.state, at.window * size))
             for lane, at in cursors.items()
@@ -129,7 +141,51 @@ def resume(
     return Resumed(source, Start(state["delivered"], cursors, state["next_lane"], dealt), lineage)
 
 
-def _source_of(source: Any, state: Mapping[str, Any], allow: Sequence[str], size: int) -> Any:
+def leave_out(
+    resumed: Resumed, steps: Iterable[int], keys: Iterable[str], step_size: int | None
+) -> Resumed:
+    """Return where a pipeline goes on without some steps and rows, those that it knows already too.
+
+    Args:
+        resumed: Where it goes on.
+        steps: Numbers of global steps.
+        keys: Names of samples, as in `batch.keys`.
+        step_size: N; None if it is not set.
+
+    Raises:
+        ConfigError: There are steps and no N, one of them was begun, or a sample is unknown.
+        CheckpointError: Rows are to leave a step that is dealt already.
+    """
+    source, start, lineage = resumed
+    known = Omissions.of(lineage, source.datasets, 1)
+    if skipped := sorted({int(step) for step in steps} - known.steps):
+        if not step_size or skipped[0] * step_size < start.delivered:
+            why = f"was begun, {start.delivered} sequences are delivered: restore an earlier state"
+            if not step_size:
+                why = "depends on the ranks: set batch(global_batch_size=...) when a run starts"
+            raise ConfigError(f"restore(state, skip_steps=...): step {skipped[0]} {why}")
+        place = itertools.count()
+        runs = [list(run) for _, run in itertools.groupby(skipped, lambda n: n - next(place))]
+        new = {"steps": [[run[0], run[-1] + 1] for run in runs]}
+        lineage = [*lineage, _entry(SKIPPED, start.delivered, None, new)]
+    said = {key for entry in lineage if entry["name"] == EXCLUDED for key in entry["new"]["keys"]}
+    if names := sorted(set(keys) - said):
+        if start.dealt:
+            raise CheckpointError(
+                "restore(state, exclude_keys=...): the state was taken inside a step that "
+                "balance=True had dealt by weight; take one at the end of a step"
+            )
+        window = 1 + max((cursor.window for cursor in (start.cursors or {}).values()), default=-1)
+        lineage = [*lineage, _entry(EXCLUDED, start.delivered, window, {"keys": names})]
+        Omissions.of(lineage, source.datasets, 1)  # checks them
+    return Resumed(source, start, lineage)
+
+
+def _entry(name: str, delivered: int, window: int | None, new: Any) -> dict[str, Any]:
+    return {"name": name, "delivered": delivered, "window": window, "old": {}, "new": new}
+
+
+def _source_of(source: Any, state: Mapping[str, Any], allow: Sequence[str]) -> Any:
     """Return a source with the datasets, past mixtures and constants of a state.
 
     Raises:
@@ -138,7 +194,9 @@ def _source_of(source: Any, state: Mapping[str, Any], allow: Sequence[str], size
     if hasattr(source, "with_history"):
         lineage = state["lineage"]
         names = _names(state["fingerprint"]) if lineage or "mixture" in allow else ()
-        source = source.with_history(names, _history(lineage, size))
+        source = source.with_history(names, _history(lineage))
+        for entry in (entry for entry in lineage if entry["name"] == STEERED):
+            source = source.with_turn(entry["window"], entry["new"])
     elif "mixture" in allow:
         raise ConfigError(f"allow=['mixture']: {type(source).__name__} has no with_history")
     if state["constants"] is not None and getattr(source, "needs_constants", False):
@@ -168,15 +226,9 @@ def _entries(
     return entries
 
 
-def _history(
-    lineage: Sequence[Mapping[str, Any]], chunks_per_window: int
-) -> list[tuple[int, Mapping[str, float]]]:
-    """Return each past mixture and the number of the first chunk after it, the same in all lanes.
-
-    Each window before that of a change has `chunks_per_window` chunks.
-    """
-    mixtures = [entry for entry in lineage if entry["name"] == "mixture"]
-    return [(entry["window"] * chunks_per_window, entry["old"]) for entry in mixtures]
+def _history(lineage: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, float]]]:
+    """Return each past mixture and the window after it, the same in all lanes."""
+    return [(entry["window"], entry["old"]) for entry in lineage if entry["name"] == "mixture"]
 
 
 def _names(fingerprint: Mapping[str, Any]) -> list[str]:

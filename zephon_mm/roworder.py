@@ -11,9 +11,9 @@ Cost: below a microsecond a row; nothing is built that is as large as a dataset.
 Imports: records, rng. Used by: work.
 """
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,21 @@ class RowOrder:
         self._seed = seed
         self._sizes = np.array([shard.num_rows for shard in shards], dtype=np.int64)
         self._base = Stream(seed, "offset", name).integer(1 << 32) if shuffle else 0
-        self._shard_orders = _Cache(8)
-        self._blocks = _Cache(512)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep the arrays used last."""
+        self._shards = lru_cache(8)(self._shard_order)
+        self._block_of = lru_cache(512)(self._build_block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the arrays out."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_shards", "_block_of")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Remember anew."""
+        self.__dict__.update(state)
+        self._remember()
 
     def size(self, lane: int, num_lanes: int, epoch: int) -> int:
         """Return how many rows of a pass a lane owns."""
@@ -94,8 +107,7 @@ class RowOrder:
     def _block(self, lane: int, num_lanes: int, epoch: int, block: int) -> Rows:
         """Return the rows of one block in order, (n, 2) int64."""
         low, high = self._range(lane, num_lanes, epoch)
-        key = (low, high, epoch, block)
-        return self._blocks.get(key, lambda: self._build_block(*key))
+        return self._block_of(low, high, epoch, block)
 
     def _build_block(self, low: int, high: int, epoch: int, block: int) -> Rows:
         start = low + block * self.block_rows
@@ -104,35 +116,13 @@ class RowOrder:
         if self.shuffle:
             key = (self._seed, "rows", self._name, epoch, low, high, block)
             rows = rows[Stream(*key).permutation(len(rows))]
-        shards = self._shard_orders.get((epoch,), lambda: self._shard_order(epoch))
+        shards = self._shards(epoch)
         return _locate(rows, shards, np.cumsum(self._sizes[shards]))
 
     def _shard_order(self, epoch: int) -> Rows:
         if not self.shuffle:
             return np.arange(len(self._sizes))
         return Stream(self._seed, "shards", self._name, epoch).permutation(len(self._sizes))
-
-
-class _Cache:
-    """The arrays used last. It is empty in a copy that was pickled."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._arrays: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
-
-    def __reduce__(self) -> tuple[type["_Cache"], tuple[int]]:
-        return _Cache, (self._size,)
-
-    def get(self, key: tuple[int, ...], build: Callable[[], Rows]) -> Rows:
-        """Return the array of a key, building it where it is missing."""
-        with self._lock:
-            if key not in self._arrays:
-                self._arrays[key] = build()
-                if len(self._arrays) > self._size:
-                    self._arrays.popitem(last=False)
-            self._arrays.move_to_end(key)
-            return self._arrays[key]
 
 
 def _locate(rows: Rows, shards: Rows, ends: Rows) -> Rows:

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class SampleBatch:
             name: _Field(column.data.data, [0, *column.ends.tolist()], column.valid.tolist(), kind)
             for (name, column), kind in zip(self.columns.items(), self.kinds.values(), strict=True)
         }
-        return _Samples(fields, len(self.refs))
+        return [RawSample(fields, row) for row in range(len(self.refs))]
 
     @property
     def keys(self) -> tuple[tuple[str, ...], ...]:
@@ -108,25 +108,6 @@ class RawSample(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(field.valid[self._row] for field in self._fields.values())
-
-
-class _Samples(Sequence[RawSample]):
-    def __init__(self, fields: Mapping[str, _Field], size: int) -> None:
-        self._fields = fields
-        self._rows = range(size)
-
-    @overload
-    def __getitem__(self, index: int) -> RawSample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RawSample]: ...
-    def __getitem__(self, index: int | slice) -> RawSample | list[RawSample]:
-        rows = self._rows[index]
-        if isinstance(rows, range):
-            return [RawSample(self._fields, row) for row in rows]
-        return RawSample(self._fields, rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def stored(column: Column, row: int) -> NDArray[np.uint8]:

@@ -11,9 +11,12 @@ from zephon_mm.engine.blocks import RawContext, detect_fields
 from zephon_mm.engine.tasks import Context, detect_schema
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import Dataset
+from zephon_mm.ops.downscale import Downscale
+from zephon_mm.ops.fair import make_fair_packer
+from zephon_mm.ops.fit import NO_LIMIT, Report
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp, MapSequences, call, name_of
-from zephon_mm.ops.pack import PackConfig, Report, make_packer
+from zephon_mm.ops.pack import PackConfig, make_packer
 from zephon_mm.ops.shuffle import ShuffleBuffer
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.protocols import Accumulator
@@ -37,13 +40,14 @@ class SequenceStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackStage:
-    """`.pack_flat`."""
+    """`.pack_flat`; `fair` after `.mix`."""
 
     config: PackConfig
+    fair: bool = False
 
     def make(self, place: int, lane: int, window: int, report: Report) -> Accumulator[Any, Any]:
         """Return a packer."""
-        return make_packer(self.config, report)
+        return (make_fair_packer if self.fair else make_packer)(self.config, report)
 
     def fingerprint(self) -> Any:
         """Return the packer's settings."""
@@ -145,7 +149,8 @@ class DocumentStage:
 class Stages:
     """All operators of a pipeline, in order. Immutable: `with_...` returns a new value.
 
-    `fields` are those that a pipeline of raw samples delivers, None for all.
+    `fields` are those that a pipeline of raw samples delivers, None for all; `mixes` says that the
+    mixture has exact shares of tokens.
     """
 
     documents: tuple[DocumentStage, ...] = ()
@@ -153,6 +158,7 @@ class Stages:
     sequences: tuple[SequenceStage, ...] = ()
     parallelism: int | None = None
     fields: tuple[str, ...] | None = None
+    mixes: bool = False
 
     def with_document(self, stage: DocumentStage, parallelism: int | None) -> "Stages":
         """Add `.map` or `.filter`.
@@ -185,7 +191,8 @@ class Stages:
         """Add an operator of the planner.
 
         Raises:
-            ConfigError: It stands before tokenising or packing, or packing comes twice.
+            ConfigError: It stands before tokenising or packing, packing comes twice, or its images
+                cannot be downscaled.
         """
         packs = isinstance(stage, PackStage)
         name = "pack_flat" if packs else next(iter(stage.fingerprint()))
@@ -195,7 +202,10 @@ class Stages:
             raise ConfigError("a pipeline has one .pack_flat")
         if not (packs or self.packing or name == "accumulate" or self.interleave is None):
             raise ConfigError(f".{name} counts packed sequences: put it after .pack_flat")
-        return replace(self, sequences=(*self.sequences, stage))
+        interleave = self.interleave
+        if isinstance(stage, PackStage) and stage.config.overlong == "downscale":
+            interleave = Downscale.of(interleave, stage.config.room._replace(images=NO_LIMIT))
+        return replace(self, interleave=interleave, sequences=(*self.sequences, stage))
 
     def limited(self, parallelism: int | None) -> "Stages":
         """Lower the number of workers that may measure at once.
@@ -224,15 +234,19 @@ class Stages:
         """Return what the workers need, without memory."""
         stage = self.interleave
         assert stage is not None
+        schemas: tuple[Any, ...] = tuple(
+            stage.document if isinstance(stage, Tokenize) else detect_schema(d) for d in datasets
+        )
+        if "chat" in schemas and isinstance(stage, Interleave):
+            stage.check_chat()
         return Context(
             datasets=tuple(datasets),
-            schemas=tuple(
-                stage.document if isinstance(stage, Tokenize) else detect_schema(d)
-                for d in datasets
-            ),
+            schemas=schemas,
             operators=tuple(document.operator for document in self.documents),
             interleave=stage,
-            image_processor=None if isinstance(stage, Tokenize) else stage.image_processor,
+            image_processor=getattr(stage, "image_processor", None),
+            video_processor=getattr(stage, "video_processor", None),
+            augment=getattr(stage, "augment", None),
         )
 
     def raw_context(self, datasets: Sequence[Dataset]) -> RawContext:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -291,3 +293,21 @@ def test_pictures_of_several_formats_become_one_field(fmt: str, tmp_path: Path) 
     assert convert(source, tmp_path / "target", "--to", fmt) == 0
     (found,) = read(tmp_path / "target")
     assert [sorted({*row} - {"__key__"}) for row in found] == [["image", "txt"]] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["mds", "lance"])
+def test_a_run_that_was_killed_goes_on(fmt: str, tmp_path: Path) -> None:
+    source, target = captions(tmp_path / "source", (30,) * 12), tmp_path / "target"
+    words = ["convert", str(source), str(target), "--to", fmt]
+    manifest = tmp_path / "target.partial" / ".zephon-convert"
+    with subprocess.Popen([sys.executable, "-m", "zephon_mm.cli.main", *words]) as child:
+        while child.poll() is None and (
+            not manifest.exists() or manifest.read_text().count("\n") < 4
+        ):
+            pass
+        child.kill()
+    assert convert(*words[1:]) == 0
+    assert [[row["txt"] for row in rows] for rows in read(target)] == [
+        [row["txt"] for row in rows] for rows in read(source)
+    ]

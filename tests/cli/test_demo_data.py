@@ -97,7 +97,7 @@ def test_stories_alternate_text_and_pictures_that_exist(data: DemoData) -> None:
 
 def test_the_tokenizer_loads_and_gives_every_text_back(data: DemoData) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(data.tokenizer))
-    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(6))
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(7))
     assert tokenizer.eos_token == "<|endoftext|>"
     assert len(tokenizer) <= 1_000
     for text in [*(caption for _, caption in pairs(data)), "Ünïcode, 漢字 and\ttabs"]:

@@ -60,7 +60,8 @@ def test_plan_shows_the_next_sequences(tmp_path: Path, capsys: pytest.CaptureFix
 def test_index_measures_every_sample_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_demo_data(tmp_path / "data", num_captions=40, num_shards=2, num_stories=20)
+    counts = {"num_captions": 40, "num_stories": 20, "num_chats": 10, "num_films": 6}
+    make_demo_data(tmp_path / "data", num_shards=2, **counts)
     file = tmp_path / "demo.toml"
     file.write_text(RECIPE)
     assert main(["plan", str(file), "-n", "5"]) == 0
@@ -69,8 +70,9 @@ def test_index_measures_every_sample_once(
     shown = capsys.readouterr().out
     assert "captions: 40 rows, 40 records of" in shown
     assert "stories: 20 rows, 20 records of" in shown
+    assert "films: 6 rows, 6 records of" in shown
     load_recipe(file).pipeline().explain()
-    assert "60 of 60 samples are known" in capsys.readouterr().out
+    assert "76 of 76 samples are known" in capsys.readouterr().out
     assert main(["plan", str(file), "-n", "5"]) == 0
     assert capsys.readouterr().out == planned
     assert main(["index", str(file), "--rebuild", "--workers", "1"]) == 0

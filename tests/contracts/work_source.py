@@ -1,4 +1,10 @@
-"""What every work source keeps: `next` is pure, states are small and survive JSON."""
+"""What every work source keeps: `next` is pure, states are small and survive JSON.
+
+A new source passes it with two lines:
+
+    def test_it_keeps_the_contract_of_work_sources() -> None:
+        check_work_source(MySource(datasets))
+"""
 
 import json
 import pickle
@@ -13,6 +19,7 @@ def check_work_source(source: WorkSource, *, num_lanes: int = 3, chunk_size: int
     """Check the first chunks of every lane of a source."""
     assert isinstance(source, WorkSource)
     json.dumps(source.fingerprint())
+    assert source.datasets
     copy = pickle.loads(pickle.dumps(source))
     assert copy.fingerprint() == source.fingerprint()
     for lane in range(num_lanes):
@@ -29,9 +36,11 @@ def check_work_source(source: WorkSource, *, num_lanes: int = 3, chunk_size: int
                 assert same is None or np.array_equal(same.refs, chunk.refs)  # type: ignore[union-attr]
             if chunk is None:
                 assert after == state, "the end of a lane must be a fixed point"
+                assert getattr(source, "finite", True), "an endless source has ended"
                 break
             _check_refs(source, chunk.refs, chunk_size)
             state = after
+            assert len(json.dumps(state)) < 100 + 100 * len(source.datasets)
 
 
 def _check_refs(source: WorkSource, refs: np.ndarray, chunk_size: int) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zephon_mm.engine.balance import BLOCK, Costs, costs_of, deal, in_order, straggler
-from zephon_mm.records import FileBlob, ImageSlot, Piece, SampleRef, Sequence, record_of
+from zephon_mm.packed import Piece, Sequence
+from zephon_mm.records import FileBlob, ImageSlot, SampleRef, record_of
 
 
 @st.composite

@@ -30,9 +30,9 @@ from zephon_mm.engine import driver as driver_module
 from zephon_mm.engine import tasks
 from zephon_mm.errors import ConfigError, DataQualityError, RunnerError, SampleError
 from zephon_mm.io import Dataset
+from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.records import Document, FileBlob, Image, RowBlob, Text
-from zephon_mm.records import Sequence as PackedSequence
 
 RUNNERS = ["inline", "thread"]
 BATCH_BYTES = 2 * 64 * 28 + 16 * 3 * 32 * 32  # two rows of 64 tokens, 16 images

@@ -16,9 +16,9 @@ from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.ops.pack import PackConfig, make_packer
 from zephon_mm.ops.shuffle import ShuffleBuffer
+from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.protocols import Accumulator
 from zephon_mm.records import Record, SampleRef, Skip
-from zephon_mm.records import Sequence as PackedSequence
 from zephon_mm.records import record_of as from_tokens
 from zephon_mm.rng import Stream
 from zephon_mm.work import StaticMixtureWorkSource

@@ -16,7 +16,8 @@ from zephon_mm.engine.tasks import Context, measure
 from zephon_mm.index import Index, Table
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.tokenizer import TextTokenizer
-from zephon_mm.records import SampleRef, Skip, extents_of
+from zephon_mm.packed import extents_of
+from zephon_mm.records import SampleRef, Skip
 from zephon_mm.runners.inline import InlineRunner
 
 DATA = dataset("a", random_rows(1, 30, []))

@@ -27,6 +27,7 @@ from tests.fixtures.rows import counted, write_rows
 from tests.laws.test_pressure import Trainer
 from zephon_mm.errors import ConfigError, WorkerLost
 from zephon_mm.io import Dataset
+from zephon_mm.processors.image import Change, unchanged
 from zephon_mm.processors.siglip import SigLIPProcessor
 
 ROOT = Path(__file__).parents[2]
@@ -168,13 +169,13 @@ class KilledWhileWriting(SigLIPProcessor):
 
     marker: Path | None = None
 
-    def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+    def write(self, encoded: bytes, out: NDArray[np.uint8], change: Change = unchanged) -> None:
         if self.marker is None or not self.marker.exists():
             if self.marker is not None:
                 self.marker.touch()
             out[:, : out.shape[1] // 2] = 77
             os.kill(os.getpid(), signal.SIGKILL)
-        super().write(encoded, out)
+        super().write(encoded, out, change)
 
 
 def test_shm_07_a_worker_that_is_killed_while_it_writes_a_block_changes_nothing(

@@ -34,6 +34,7 @@ from zephon_mm import Pipeline
 from zephon_mm.engine import tasks
 from zephon_mm.errors import RunnerError, SampleError, WorkerLost
 from zephon_mm.io import Dataset
+from zephon_mm.processors.image import Change, unchanged
 from zephon_mm.processors.siglip import SigLIPProcessor
 from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, FileBlob, Image, MediaShape, Text
@@ -47,9 +48,9 @@ SMALL_TASKS: dict[str, Any] = {"runner": "process", "workers": 2, "task_images":
 class BusyProcessor(SigLIPProcessor):
     """Decodes every image ten times, so that workers are rarely idle."""
 
-    def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+    def write(self, encoded: bytes, out: NDArray[np.uint8], change: Change = unchanged) -> None:
         for _ in range(10):
-            super().write(encoded, out)
+            super().write(encoded, out, change)
 
 
 class DeadlyMeasure(SigLIPProcessor):
@@ -69,13 +70,13 @@ class HangingProcessor(SigLIPProcessor):
 
     marker: Path | None = None
 
-    def write(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+    def write(self, encoded: bytes, out: NDArray[np.uint8], change: Change = unchanged) -> None:
         if encoded.endswith(DEADLY) and not (self.marker and self.marker.exists()):
             if self.marker:
                 self.marker.touch()
             while True:
                 signal.pause()
-        super().write(encoded, out)
+        super().write(encoded, out, change)
 
 
 class FlakyReader(MemoryReader):

@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from hypothesis import strategies as st
 from tests.contracts.accumulator import check_accumulator, drain
 from zephon_mm.errors import ConfigError
 from zephon_mm.ops.pack import PackConfig, make_packer
-from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, Sequence, record_of
+from zephon_mm.packed import Block, Sequence, extents_of
+from zephon_mm.records import FileBlob, ImageSlot, Record, SampleRef, record_of
+from zephon_mm.report import summary
 
 CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 
 
 def record(row: int, text: int, images: tuple[int, ...] = (), *, trained: bool = True) -> Record:
-    """A record of images, each with a start and an end token, then `text` tokens of text."""
+    """A record of images, each with a start and an end token, then `text` tokens of text.
+
+    An image has other numbers of tokens and of patches.
+    """
     slots: list[ImageSlot] = []
     uncut: list[tuple[int, int]] = []
     at = 0
     for size in images:
-        slots.append(ImageSlot(FileBlob("/x", row, 1), at + 1, size, (3, 2, 2)))
+        blob, patches = FileBlob("/x", row, 1), 1 + 5 * size % 11
+        slots.append(ImageSlot(blob, at + 1, size, (3, 2, 2), patches=patches))
         uncut.append((at, at + size + 2))
         at += size + 2
     mask = np.zeros(at + text, dtype=np.bool_)
@@ -52,11 +59,13 @@ limits = st.fixed_dictionaries(
     {
         "max_length": st.integers(8, 64),
         "max_images": st.none() | st.integers(0, 4),
-        "overlong": st.sampled_from(["drop", "truncate"]),
+        "max_patches": st.none() | st.integers(1, 30),
+        "overlong": st.sampled_from(["drop", "truncate", "split"]),
         "lookahead": st.sampled_from([1, 3, 512]),
-        "algorithm": st.sampled_from(["best_fit", "wrap"]),
+        "algorithm": st.sampled_from(["best_fit", "knapsack", "wrap"]),
+        "order": st.sampled_from(["any", "keep"]),
     }
-)
+).filter(lambda options: (options["algorithm"], options["order"]) != ("knapsack", "keep"))
 
 
 @given(records=streams, options=limits)
@@ -64,6 +73,7 @@ def test_no_sequence_exceeds_its_limits(records: list[Record], options: dict[str
     for sequence in pack(records, **options)[0]:
         assert 1 <= sequence.num_tokens <= options["max_length"]
         assert options["max_images"] is None or sequence.num_images <= options["max_images"]
+        assert options["max_patches"] is None or sequence.num_patches <= options["max_patches"]
 
 
 @given(records=streams, options=limits)
@@ -72,22 +82,66 @@ def test_every_record_lands_once_or_is_reported(
 ) -> None:
     sequences, reports = pack(records, **options)
     ends: dict[int, int] = {}
-    for sequence in sequences:
-        for piece in sequence.pieces:
-            row = piece.record.ref.row
-            assert piece.start == ends.get(row, 0) < piece.stop  # in order, nothing twice
-            ends[row] = piece.stop
+    pieces = [piece for sequence in sequences for piece in sequence.pieces]
+    for piece in sorted(pieces, key=lambda one: one.start):
+        row = piece.record.ref.row
+        assert piece.start == ends.get(row, 0) < piece.stop  # nothing twice or left out
+        ends[row] = piece.stop
     reasons = dict((row, reason) for reason, row in reports)
     assert len(reasons) == len(reports)
     for item in records:
         row = item.ref.row
-        if row not in reasons:
+        if reasons.get(row, "split") == "split":
             assert ends[row] == item.num_tokens
+            assert row not in reasons or options["overlong"] == "split"
         elif reasons[row] == "truncated":
             assert 0 < ends[row] < item.num_tokens
             assert options["overlong"] == "truncate"
         else:
             assert row not in ends
+
+
+@given(records=streams, options=limits, cuts=st.lists(st.integers(0, 80), max_size=4))
+def test_blocks_are_packed_as_their_records_are(
+    records: list[Record], options: dict[str, Any], cuts: list[int]
+) -> None:
+    options |= {"algorithm": "best_fit" if options["algorithm"] == "wrap" else "knapsack"}
+    expected, reports = pack(records, **options | {"order": "any"})
+    found: list[tuple[str, int]] = []
+    packer: Any = make_packer(
+        PackConfig(**options | {"order": "any"}), lambda why, it: found.append((why, it.ref.row))
+    )
+    borders = sorted({0, *(cut for cut in cuts if cut < len(records)), len(records)})
+    sequences = []
+    for start, stop in pairwise(borders):
+        block = block_of(records[start:stop])
+        sequences += packer.push_block(block, 0, len(block))
+    sequences += packer.flush()
+    assert found == reports
+    assert [places(one) for one in sequences] == [places(one) for one in expected]
+    for one, other in zip(sequences, expected, strict=True):
+        for name in ("num_tokens", "num_images", "num_patches", "num_valid_tokens"):
+            assert getattr(one, name) == getattr(other, name)
+
+
+class Extents(list[Record]):
+    """What a block asks for more than counts."""
+
+    def extents(self, at: int) -> list[int]:
+        return extents_of(self[at])
+
+
+def block_of(records: list[Record]) -> Block:
+    counts = [
+        (r.num_tokens, r.num_images, r.num_valid_tokens, r.num_patches, 0, at)
+        for at, r in enumerate(records)
+    ]
+    refs = np.array([record.ref for record in records], dtype=np.int64)
+    return Block(refs, np.array(counts, dtype=np.int64).T, [Extents(records)])
+
+
+def places(sequence: Sequence) -> list[tuple[int, int, int]]:
+    return [(piece.record.ref.row, piece.start, piece.stop) for piece in sequence.pieces]
 
 
 @given(records=streams, options=limits)
@@ -105,14 +159,38 @@ def test_an_image_is_never_cut(records: list[Record], options: dict[str, Any]) -
 @given(records=streams, options=limits)
 def test_pieces_keep_the_order_of_arrival(records: list[Record], options: dict[str, Any]) -> None:
     for sequence in pack(records, **options)[0]:
-        rows = [piece.record.ref.row for piece in sequence.pieces]
+        rows = places(sequence)
         assert rows == sorted(set(rows))
 
 
-@pytest.mark.parametrize("algorithm", ["best_fit", "wrap"])
-def test_packers_keep_the_contract_of_accumulators(algorithm: Any) -> None:
+@given(records=streams, options=limits, algorithm=st.sampled_from(["best_fit", "wrap"]))
+def test_order_keep_keeps_the_order(
+    records: list[Record], options: dict[str, Any], algorithm: str
+) -> None:
+    options |= {"algorithm": algorithm, "order": "keep"}
+    sequences = pack(records, **options)[0]
+    rows = [place for sequence in sequences for place in places(sequence)]
+    assert rows == sorted(rows)
+    if algorithm == "best_fit":  # a sequence ends where the next piece does not fit
+        pieces = [sequence.pieces for sequence in sequences]
+        for held, (first, *_) in pairwise(pieces):
+            more = Sequence((*held, first))
+            names = ("max_length", "max_images", "max_patches")
+            sizes = (more.num_tokens, more.num_images, more.num_patches)
+            limits = zip(names, sizes, strict=True)
+            assert any(options[name] is not None and size > options[name] for name, size in limits)
+
+
+@pytest.mark.parametrize("max_patches", [None, 20])
+@pytest.mark.parametrize(
+    ("algorithm", "order"),
+    [("best_fit", "any"), ("best_fit", "keep"), ("knapsack", "any"), ("wrap", "any")],
+)
+def test_packers_keep_the_contract_of_accumulators(
+    algorithm: Any, order: Any, max_patches: int | None
+) -> None:
     records = [record(i, 3 + i % 17, (5,) * (i % 3)) for i in range(100)]
-    config = PackConfig(max_length=64, algorithm=algorithm, max_images=5)
+    config = PackConfig(64, algorithm, max_images=5, max_patches=max_patches, order=order)
     check_accumulator(lambda: make_packer(config), records)
 
 
@@ -174,12 +252,40 @@ def test_pck_01_overlong_documents_are_split_cut_or_dropped_as_declared() -> Non
     assert not reports
     assert sum(s.num_tokens for s in sequences) == sum(case["docs"])
 
+    sequences, reports = pack(records, max_length=size, overlong="split")
+    assert reports == [("split", row) for row in overlong]
+    assert sum(s.num_tokens for s in sequences) == sum(case["docs"])
+
+
+def test_pck_07_a_sequence_without_trained_tokens_says_so() -> None:
+    prompts = [record(row, 5, trained=False) for row in range(3)]
+    (sequence,), _ = pack(prompts, max_length=15)
+    assert (sequence.num_tokens, sequence.num_valid_tokens) == (15, 0)
+
 
 def test_pck_09_images_are_part_of_the_packing_cost() -> None:
     records = [record(0, 1, (1, 1, 1)), record(1, 1, (1, 1)), record(2, 1, (1,) * 5)]
     sequences, reports = pack(records, max_length=100, max_images=4)
     assert [s.num_images for s in sequences] == [3, 2]
     assert reports == [("too_many_images", 2)]
+
+
+def test_patches_are_part_of_the_packing_cost() -> None:
+    records = [record(0, 1, (1, 1, 1)), record(1, 1, (1, 1)), record(2, 1, (1,) * 5)]  # 6 each
+    sequences, reports = pack(records, max_length=100, max_patches=24)
+    assert [s.num_patches for s in sequences] == [18, 12]
+    assert reports == [("too_many_patches", 2)]
+
+
+def test_pck_12_documents_keep_their_order_and_what_is_wasted_is_known() -> None:
+    lengths = [5, 4, 8, 1, 1, 9, 3, 7, 2, 6]
+    sequences, reports = pack(texts(lengths), max_length=10, order="keep")
+    found = [[row for row, _, _ in places(sequence)] for sequence in sequences]
+    assert found == [[0, 1], [2, 3, 4], [5], [6, 7], [8, 9]]
+    assert not reports
+    counters = {"sequences": len(sequences), "tokens": sum(s.num_tokens for s in sequences)}
+    told = summary(counters, elapsed_s=1.0, max_length=10, defects=[])
+    assert (told["wasted_tokens"], told["density"]) == (4, pytest.approx(0.92))
 
 
 def offline(lengths: list[int], max_length: int) -> int:
@@ -221,6 +327,61 @@ def test_streaming_is_nearly_as_tight_as_knowing_all_lengths(draw: Callable[...,
     assert needed / used >= 0.995
 
 
+def pictures(rng: np.random.Generator, count: int, tokens: int, patches: int) -> list[Record]:
+    """Half documents of one to four images with a short text, half texts."""
+    found = []
+    for row, text in enumerate(log_uniform(rng, count).tolist()):
+        images = int(rng.integers(1, 5)) if rng.random() < 0.5 else 0
+        one = record(row, min(text, 400) if images else text, (tokens,) * images)
+        slots = tuple(image._replace(patches=patches) for image in one.images)
+        found.append(one._replace(images=slots))
+    return found
+
+
+def offline_twice(records: list[Record], max_length: int, max_patches: int) -> int:
+    """Sequences that best-fit-decreasing needs with two budgets when it knows all documents."""
+    needs = np.array([(r.num_tokens / max_length, r.num_patches / max_patches) for r in records])
+    free = np.empty((0, 2))
+    for need in needs[np.argsort(-needs.max(axis=1), kind="stable")]:
+        left = free - need
+        score = np.where((left >= 0).all(axis=1), left.sum(axis=1), np.inf)
+        if not len(free) or np.isinf(score.min()):
+            free = np.vstack((free, 1 - need))
+        else:
+            free[score.argmin()] = left[score.argmin()]
+    return len(free)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "patches", "max_patches"),
+    [(81, 729, 5000), (81, 729, 7500), (729, 729, 2916), (256, 1024, 12288)],
+)
+def test_two_budgets_are_filled_as_if_all_documents_were_known(
+    tokens: int, patches: int, max_patches: int
+) -> None:
+    needed, used, searched = 0, 0, 0
+    for seed in range(2):
+        records = pictures(np.random.default_rng(seed), 1024, tokens, patches)
+        options = {"max_length": 4096, "max_patches": max_patches}
+        needed += offline_twice(records, 4096, max_patches)
+        used += len(pack(records, **options)[0])
+        searched += len(pack(records, algorithm="knapsack", **options)[0])
+    assert needed / used >= 0.975
+    assert used / searched >= 0.985
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [log_uniform, uniform, captioned_images, images_and_text])
+def test_a_knapsack_is_no_worse_than_best_fit(draw: Callable[..., Any]) -> None:
+    used = searched = 0
+    for seed in range(2):
+        records = texts(draw(np.random.default_rng(seed), 2048).tolist())
+        used += len(pack(records, max_length=4096)[0])
+        searched += len(pack(records, max_length=4096, algorithm="knapsack")[0])
+    assert used / searched >= 0.999
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", [log_uniform, uniform, images_and_text])
 @pytest.mark.parametrize(("window", "loss"), [(2048, 0.003), (16384, 0.0005)])
@@ -246,6 +407,8 @@ def test_the_first_sequence_does_not_wait_for_the_lookahead() -> None:
         ({"max_length": 0}, "max_length must be at least 1, got 0"),
         ({"lookahead": 0}, "lookahead must be at least 1"),
         ({"max_images": -1}, "max_images must be None or >= 0"),
+        ({"max_patches": 0}, "max_patches must be at least 1, got 0"),
+        ({"algorithm": "knapsack", "order": "keep"}, "order='keep' does not"),
         ({"algorithm": "worst_fit"}, "algorithm must be .* got 'worst_fit'"),
         ({"overlong": "keep"}, "overlong must be .* got 'keep'"),
     ],

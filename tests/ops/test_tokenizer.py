@@ -196,3 +196,60 @@ def test_missing_tokens_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
         TextTokenizer.load(tmp_path)
+
+
+# Conversations.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(parts=st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_text_without_marks_is_encoded_as_text(kind: str, parts: list[str]) -> None:
+    text = "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    text = "".join("\ufffd" if "\ufdd0" <= char <= "\ufdef" else char for char in text)
+    ids, starts = LOADED[kind].encode_marked(text)
+    assert ids == LOADED[kind].encode(text)
+    assert starts == sorted(starts)
+    assert all(0 <= start <= len(text) for start in starts)
+
+
+def test_marks_are_control_tokens_and_media() -> None:
+    plain = make.byte_level_bpe([*make.VISION, "<|im_end|>"])
+    plain.add_tokens(["<think>"])
+    text = "a\ufdd3<|im_end|>\ufdd3<|im_end|>\ufdd4b<think>\ufdd3<|endoftext|>\ufdd3"
+    ids, starts = TextTokenizer.load(plain).encode_marked(text)
+    names = ("<|im_end|>", "<think>", "<|endoftext|>")
+    known = [-1, *map(plain.token_to_id, names)]
+    control = [(at, start) for at, start in zip(ids, starts, strict=True) if at in known]
+    id_of = plain.token_to_id
+    assert control == [
+        (id_of("<|im_end|>"), 1),
+        (-1, 23),
+        (id_of("<think>"), 25),
+        (id_of("<|endoftext|>"), 32),
+    ]
+    assert plain.decode([at for at in ids if at >= 0]) == "a<|im_end|>b<think>"
+
+
+def test_a_tokenizer_brings_its_template(tmp_path: Path) -> None:
+    folder = make.save_byte_level_bpe(tmp_path / "a")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert TextTokenizer.load(folder).chat_template is None
+    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    for value, wanted in (("t", "t"), (named, "d"), (named[:1], None)):
+        changed = json.dumps({**config, "chat_template": value})
+        (folder / "tokenizer_config.json").write_text(changed)
+        assert TextTokenizer.load(folder).chat_template == wanted
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "j"}))
+    assert TextTokenizer.load(folder).chat_template == "j"
+    (folder / "chat_template.jinja").write_text("é")
+    assert TextTokenizer.load(folder / "tokenizer.json").chat_template == "é"
+    fast = PreTrainedTokenizerFast(tokenizer_object=make.byte_level_bpe(), chat_template="f")
+    assert TextTokenizer.load(fast, eos="<|endoftext|>").chat_template == "f"
+
+
+def test_templates_know_the_names_of_tokens() -> None:
+    chat = LOADED["unigram"].chat("{{ bos_token }}{{ eos_token }}", ("all",), {"pad": "p"})
+    assert chat.variables == {"bos_token": "<s>", "eos_token": "</s>", "pad": "p"}
+    assert {"<s>", "</s>", "<image>"} <= set(chat.control)
+    assert "<unk>" not in chat.control

@@ -10,7 +10,7 @@ from zephon_mm.processors.documents import (
     schema_of,
     to_document,
 )
-from zephon_mm.records import Document, FileBlob, Image, RowBlob, Text
+from zephon_mm.records import Document, FileBlob, Image, Message, RowBlob, Text, Video
 
 PICTURE = FileBlob("/data/shard.tar", 512, 1000)
 EMPTY = FileBlob("/data/shard.tar", 2048, 0)
@@ -173,27 +173,29 @@ def test_values_of_other_types_are_refused(sample):
         (["images", "texts", "metadata"], "interleaved"),
         (["images", "text"], "caption"),
         (["id", "text", "url"], "text"),
+        (["messages", "images", "text"], "chat"),
+        (["conversations", "image"], "chat"),
+        (["images", "texts", "texts/user", "texts/assistant"], "chat"),
     ],
 )
 def test_the_schema_is_told_by_field_names(fields, wanted):
     assert schema_of(fields) == wanted
 
 
-@pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_chat_is_refused_rather_than_read_as_text(field):
-    with pytest.raises(SampleError, match=rf"unknown_schema.*{field}.*not supported yet"):
-        to_document({"images": [ROW], field: [], "text": "a"})
-    with pytest.raises(SampleError, match="unknown_schema"):
-        to_document({"png": ROW, "json": {field: []}})
-
-
 def test_finevision_turns_are_chat_and_texts_are_not():
     turns = {"images": [ROW], "texts": [{"user": "what?", "assistant": "a cat"}]}
     assert fields_of(turns) == {"images", "texts", "texts/user", "texts/assistant"}
     for sample in (turns, {"png": ROW, "json": turns}):
-        with pytest.raises(SampleError, match=r"unknown_schema.*FineVision `texts`.*not supported"):
-            to_document(sample)
+        assert schema_of(fields_of(sample)) == "chat"
+        assert [message.role for message in to_document(sample).messages] == ["user", "assistant"]
     assert fields_of({"images": [ROW, None], "texts": [None, "a"]}) == {"images", "texts"}
+
+
+def test_media_of_a_document_are_in_order_whatever_it_is():
+    film = Video(PICTURE)
+    assert Document((Image(ROW), Text("a"), film)).media == [Image(ROW), film]
+    turns = (Message("user", (film, Text("a"))), Message("tool", (Image(ROW),)))
+    assert Document((), "", turns).media == [film, Image(ROW)]
 
 
 def test_a_url_is_counted_as_one():

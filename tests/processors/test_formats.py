@@ -24,11 +24,13 @@ def load(name):
     ],
 )
 def test_files_that_are_no_image_are_named(name, words):
+    """IMG-18."""
     with pytest.raises(SampleError, match=words):
         format_of(load(f"IMG-18/{name}"))
 
 
 def test_heic_is_named_by_its_brand():
+    """IMG-29."""
     with pytest.raises(SampleError, match="brand 'heic'"):
         format_of(load("IMG-29/heic_header_only.jpg"))
 
@@ -45,6 +47,7 @@ def test_heic_is_named_by_its_brand():
     ],
 )
 def test_images_are_told_apart_by_their_first_bytes(name, image_format):
+    """IMG-14, IMG-15, IMG-29: never by a file's name."""
     assert format_of(load(name)[:64]) == image_format
 
 

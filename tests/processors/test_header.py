@@ -36,6 +36,7 @@ def test_header_is_read_from_few_bytes():
 
 @given(exif=st.binary(max_size=60))
 def test_any_exif_gives_an_orientation(exif):
+    """IMG-06."""
     assert 1 <= exif_orientation(b"II*\0\x08\0\0\0" + exif) <= 8
     assert 1 <= exif_orientation(exif) <= 8
 
@@ -52,6 +53,7 @@ def test_orientation_is_found_among_other_tags(orientation, others):
 
 
 def test_pixel_limit_is_a_setting_checked_in_the_header():
+    """IMG-25: refused before memory is taken, with both numbers and the setting."""
     bomb = load("IMG-25/bomb_20000x20000.png")
     with pytest.raises(SampleError, match=r"400000000 pixels.*max_pixels"):
         header_of(bomb[:200])

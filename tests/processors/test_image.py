@@ -2,16 +2,19 @@ import concurrent.futures
 import io
 import json
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import skimage.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from zephon_mm.errors import ConfigError, SampleError
+from zephon_mm.processors.header import png_chunks
 from zephon_mm.processors.image import decode, probe
 
 CASES = Path(__file__).parents[1] / "fixtures" / "cases"
@@ -132,6 +135,7 @@ def test_decoding_again_in_threads_gives_the_same_pixels(name):
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_defective_files_are_refused_with_a_reason(name, reason):
+    """IMG-16, IMG-18, IMG-25, IMG-29: cut, no image, a bomb, HEIC; each has a reason to count."""
     with pytest.raises(SampleError) as caught:
         decode(load(name))
     assert caught.value.reason == reason
@@ -208,6 +212,7 @@ def test_jpeg_equals_pillow_bit_for_bit(size, subsampling, progressive):
 
 @pytest.mark.parametrize("name", ["IMG-27/sub420_37x53.jpg", "IMG-27/sub422_19x7.jpg"])
 def test_odd_subsampled_jpeg_equals_pillow(name):
+    """IMG-27: where JPEG libraries differ, there is one set of bytes."""
     with Image.open(io.BytesIO(load(name))) as reference:
         assert np.array_equal(decode(load(name)), np.array(reference))
 
@@ -217,21 +222,39 @@ def test_odd_subsampled_jpeg_equals_pillow(name):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("IMG-04")])
 def test_ten_orientations_give_one_upright_picture(name):
+    """IMG-04: the size that is known from the header is the upright one, too."""
     wanted = expected("IMG-04")
-    pixels = decode(load(name))
+    header, pixels = probe_bytes(load(name)), decode(load(name))
+    assert [header.width_px, header.height_px] == wanted["size_wh"]
     assert [pixels.shape[1], pixels.shape[0]] == wanted["size_wh"]
     assert_close(corners(pixels), wanted["corners_TL_TR_BL_BR"], wanted["tolerance"])
 
 
 @pytest.mark.parametrize("name", [n for n in GOOD if n[:6] in ("IMG-06", "IMG-15", "IMG-26")])
 def test_metadata_loses_no_picture(name):
+    """IMG-06, IMG-15, IMG-26: broken EXIF, an index of pictures, huge texts, a bad profile."""
     wanted = expected(name[:6])
     pixels = decode(load(name))
+    assert probe_bytes(load(name)).orientation == 1
     assert [pixels.shape[1], pixels.shape[0]] == wanted["size_wh"]
     assert_close(corners(pixels), wanted["corners_TL_TR_BL_BR"], wanted.get("tolerance", 12))
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("IMG-26")])
+def test_texts_take_no_memory(name):
+    """IMG-26: a compressed text is not inflated."""
+    encoded = load(name)
+    decode(encoded)
+    tracemalloc.start()
+    try:
+        decode(encoded)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_avif_loads():
+    """IMG-29."""
     wanted = expected("IMG-29")["quad.avif"]
     pixels = decode(load("IMG-29/quad.avif"))
     assert_close(corners(pixels), wanted["corners_TL_TR_BL_BR"], wanted["tolerance"])
@@ -239,6 +262,7 @@ def test_avif_loads():
 
 @pytest.mark.parametrize("name", ["IMG-01/cmyk_adobe.jpg", "IMG-03/cmyk_no_adobe.jpg"])
 def test_cmyk_follows_adobe_with_and_without_its_marker(name):
+    """IMG-01, IMG-03: one rule, Adobe's, whether the marker is there or not."""
     wanted = expected("IMG-01")
     pixels = decode(load(name))
     centres = [pixels[y, x].tolist() for x, y in wanted["patch_centres_xy"]]
@@ -246,6 +270,7 @@ def test_cmyk_follows_adobe_with_and_without_its_marker(name):
 
 
 def test_16_bit_samples_are_shifted_by_8():
+    """IMG-07."""
     ramp = np.arange(256)
     gray, rgb = decode(load("IMG-07/gray16.png")), decode(load("IMG-07/rgb16.png"))
     assert np.array_equal(gray[0], np.stack([ramp] * 3, axis=1))
@@ -266,10 +291,12 @@ def test_32_bit_samples_are_refused():
 
 
 def test_palette_indices_become_colours():
+    """IMG-09."""
     assert decode(load("IMG-09/palette2.png"))[0, :2].tolist() == [[255, 0, 0], [0, 255, 0]]
 
 
 def test_alpha_is_composited_on_white():
+    """IMG-11, IMG-12."""
     wanted, row = expected("IMG-11"), decode(load("IMG-11/rgba_hidden.png"))[0]
     for column in (0, 3, 4):
         assert_close(row[column], wanted[f"x{column}"], wanted["tolerance"])
@@ -279,6 +306,7 @@ def test_alpha_is_composited_on_white():
 
 
 def test_gray_and_one_bit_become_three_equal_channels():
+    """IMG-12."""
     assert decode(load("IMG-12/one_bit.png"))[0, 0].tolist() == [255] * 3
     assert_close(decode(load("IMG-12/l.jpg")).reshape(-1, 3), [[77] * 3], 1)
     pixels = decode(load("IMG-12/l.png"))
@@ -311,8 +339,10 @@ def test_transparent_colours_of_png_become_white(depth, colour_type, row, chunks
 
 @pytest.mark.parametrize("name", ["anim.gif", "anim.png", "anim.webp"])
 def test_animation_is_its_first_frame(name):
+    """IMG-14: also when it is asked for again."""
     pixels = decode(load(f"IMG-14/{name}"))
     assert pixels[5, 1].tolist() == [200, 0, 0]
+    assert np.array_equal(pixels, decode(load(f"IMG-14/{name}")))
     assert np.array_equal(pixels, decode(load("IMG-14/anim.gif")))
 
 
@@ -324,12 +354,17 @@ def test_animation_is_its_first_frame(name):
         ("IMG-20/w3_h3.png", (3, 3, 3)),
         ("IMG-20/w3_h3_rgba.png", (3, 3, 3)),
         ("IMG-20/w3_h5.png", (5, 3, 3)),
+        ("IMG-20/w5_h3.png", (3, 5, 3)),
         ("IMG-21/w1_h1.jpg", (1, 1, 3)),
+        ("IMG-21/w1_h1.png", (1, 1, 3)),
+        ("IMG-21/w2_h1.png", (1, 2, 3)),
         ("IMG-23/w10_h4000.png", (4000, 10, 3)),
+        ("IMG-23/w4000_h10.png", (10, 4000, 3)),
         ("IMG-23/w201_h1.png", (1, 201, 3)),
     ],
 )
 def test_channels_are_last_whatever_the_sides(name, shape):
+    """IMG-19, IMG-20, IMG-21, IMG-23."""
     assert decode(load(name)).shape == shape
 
 
@@ -338,6 +373,7 @@ def test_channels_are_last_whatever_the_sides(name, shape):
 
 @pytest.mark.parametrize("name", ["whole.jpg", "progressive_whole.jpg"])
 def test_no_cut_of_a_jpeg_is_filled_with_grey(name):
+    """IMG-16."""
     encoded = load(f"IMG-16/{name}")
     for stop in range(2, len(encoded) - 1, 97):
         with pytest.raises(SampleError):
@@ -371,7 +407,123 @@ def test_png_whose_pixels_end_early_is_broken(rows):
         decode(png(2, 4, 8, 0, [b"\1\2"] * rows))
 
 
+def test_a_png_with_a_flipped_byte_is_whole_or_broken():
+    """IMG-34: torchvision's decoder dies of nearly every one. A crash: tests/laws/test_crashes."""
+    pixels = noise(32, 48)
+    encoded = encode(Image.fromarray(pixels), "PNG")
+    start, end = next((a, b) for kind, a, b in png_chunks(encoded) if kind == b"IDAT")
+    whole = []
+    for position in range(start, end):
+        damaged = bytearray(encoded)
+        damaged[position] ^= 0x10
+        try:
+            assert np.array_equal(decode(bytes(damaged)), pixels)
+        except SampleError:
+            continue
+        whole.append(position - start)
+    assert len(whole) < 10  # the chunk's length and checksum, by which no pixel changes
+
+
 def test_tolerant_pillow_is_refused(monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with pytest.raises(ConfigError, match="LOAD_TRUNCATED_IMAGES"):
         decode(load("IMG-16/cut_60pct.jpg"))
+
+
+# Law 6: scaled decoding.
+
+
+def jpeg(pixels, orientation=1, **options):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(Image.fromarray(pixels), "JPEG", exif=exif, **options)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sides=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    times=st.sampled_from([1, 2, 4, 8]),
+    at_least=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    channels=st.sampled_from([1, 3]),
+    subsampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
+    progressive=st.booleans(),
+    orientation=st.integers(1, 8),
+)
+def test_sides_are_divided_by_what_leaves_enough_and_no_remainder(
+    sides, times, at_least, channels, subsampling, progressive, orientation
+):
+    height, width = (max(1, side // times) * times for side in sides)
+    options = {"subsampling": subsampling} if channels == 3 else {}
+    encoded = jpeg(noise(height, width, channels), orientation, progressive=progressive, **options)
+    exact, scaled = decode(encoded), decode(encoded, at_least=at_least)
+    may = [
+        scale
+        for scale in (1, 2, 4, 8)
+        if all(n % scale == 0 for n in exact.shape[:2])
+        and all(n // scale >= least for n, least in zip(exact.shape, at_least, strict=False))
+    ]
+    assert scaled.shape == (*(n // max(may, default=1) for n in exact.shape[:2]), 3)
+    assert scaled.flags.c_contiguous
+    assert scaled.flags.writeable
+    if max(may, default=1) == 1:
+        assert np.array_equal(scaled, exact)
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_a_scaled_picture_is_the_whole_one_made_smaller_and_not_moved(scale):
+    encoded = jpeg(skimage.data.astronaut(), quality=95)
+    scaled = decode(encoded, at_least=(512 // scale, 512 // scale)).astype(int)
+    blocks = decode(encoded).reshape(512 // scale, scale, 512 // scale, scale, 3)
+    error = np.abs(scaled - blocks.mean(axis=(1, 3))).mean()
+    assert error < 2
+    for axis in (0, 1):  # a shift by a pixel, in either direction, is further away
+        assert np.abs(scaled - np.roll(blocks.mean(axis=(1, 3)), 1, axis)).mean() > 3 * error
+        assert np.abs(scaled - np.roll(blocks.mean(axis=(1, 3)), -1, axis)).mean() > 3 * error
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_scaled_picture_is_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lying = Image.fromarray(decode(jpeg(noise(32, 64)), at_least=(16, 32)))
+    lying.getexif()[0x0112] = orientation
+    upright = np.array(ImageOps.exif_transpose(lying))
+    scaled = decode(jpeg(noise(32, 64), orientation), at_least=upright.shape[:2])
+    assert np.array_equal(scaled, upright)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_only_jpeg_is_scaled(name):
+    exact, scaled = decode(load(name)), decode(load(name), at_least=(1, 1))
+    if probe_bytes(load(name)).components not in (1, 3):
+        assert np.array_equal(scaled, exact)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name.startswith("IMG-16")])
+def test_what_is_refused_is_refused_scaled(name):
+    with pytest.raises(SampleError) as caught:
+        decode(load(name), at_least=(1, 1))
+    assert caught.value.reason == REFUSED[name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(["IMG-16/whole.jpg", "IMG-16/progressive_whole.jpg"]),
+    flips=st.lists(st.tuples(st.integers(0, 9999), st.integers(1, 255)), max_size=3),
+    stop=st.integers(1, 9999),
+    at_least=st.sampled_from([8, 16, 32]),
+)
+def test_scaled_and_exact_refuse_the_same_bytes(name, flips, stop, at_least):
+    damaged = bytearray(load(name))
+    for position, mask in flips:
+        damaged[position % len(damaged)] ^= mask
+    encoded = bytes(damaged[: max(stop, 1)])
+
+    def reason(**options):
+        try:
+            decode(encoded, **options)
+        except SampleError as error:
+            return error.reason
+        return None
+
+    assert reason(at_least=(at_least, at_least)) == reason()

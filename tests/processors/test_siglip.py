@@ -1,8 +1,10 @@
 import concurrent.futures
+import hashlib
 import io
 import json
 import pickle
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from transformers import SiglipImageProcessor, SiglipImageProcessorPil
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import SigLIPProcessor
 from zephon_mm.processors.image import decode
+from zephon_mm.processors.resize import _resizes_bytes
 from zephon_mm.processors.siglip import preset_names
 from zephon_mm.protocols import ImageProcessor
 
@@ -177,6 +180,7 @@ def test_the_measured_shape_is_written(shape, size, patch_size, orientation):
 
 @pytest.mark.parametrize("name", ["w1_h1.jpg", "w1_h1.png"])
 def test_one_pixel_gives_one_colour(name):
+    """IMG-21."""
     encoded = (CASES / "IMG-21" / name).read_bytes()
     colour = decode(encoded)[0, 0]
     for backend in BACKENDS:
@@ -184,13 +188,37 @@ def test_one_pixel_gives_one_colour(name):
         assert np.array_equal(ours, np.broadcast_to(colour[:, None, None], ours.shape))
 
 
-def test_a_wide_image_is_squashed_not_cropped():
-    pixels = np.zeros((50, 200, 3), np.uint8)
-    pixels[:, :20] = pixels[:, -20:] = 255  # both ends stay visible
-    ours = written(SigLIPProcessor(100, 10), encode(Image.fromarray(pixels)))
-    assert ours[0, 50, :9].min() == 255
-    assert ours[0, 50, -9:].min() == 255
-    assert ours[0, 50, 12:-12].max() == 0
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wide_image_is_squashed_not_cropped(backend):
+    """IMG-31: a circle, 40 px wide in 200 x 50 px, is 20 x 80 px wide in a square of 100."""
+    rows, columns = np.ogrid[:50, :200]
+    circle = (rows - 24.5) ** 2 + (columns - 99.5) ** 2 <= 20**2
+    circle[:, :20] = circle[:, -20:] = True  # both ends stay visible
+    pixels = np.repeat(np.where(circle, 255, 0).astype(np.uint8)[..., None], 3, axis=2)
+    ours = written(SigLIPProcessor(100, 10, backend=backend), encode(Image.fromarray(pixels)))[0]
+    assert ours[:, :9].min() == ours[:, -9:].min() == 255
+    inside = ours[:, 15:-15] > 127
+    assert abs(inside.any(axis=0).sum() - 20) <= 1
+    assert abs(inside.any(axis=1).sum() - 80) <= 1
+
+
+GOLDEN = {
+    ("torchvision", 2): "fd5aed92afb18c5e",
+    ("torchvision", 3): "c3c3e264902d8e8d",
+    ("pillow", 2): "32f2630bfa716dcc",
+    ("pillow", 3): "020e94fe8562e25d",
+}
+
+
+@pytest.mark.parametrize(("backend", "resample"), GOLDEN)
+def test_the_pixels_of_each_backend_are_those_of_always(backend, resample):
+    """IMG-30: each has its own; bilinear torchvision has other ones on CPUs without AVX2."""
+    if (backend, resample) == ("torchvision", 2) and not _resizes_bytes():
+        pytest.skip("a CPU whose bilinear filter works in float32")
+    ours = written(
+        SigLIPProcessor(224, 16, resample, backend), encode(Image.fromarray(noise(61, 97)))
+    )
+    assert hashlib.sha256(ours).hexdigest()[:16] == GOLDEN[backend, resample]
 
 
 # Law 3: no state.
@@ -209,6 +237,30 @@ def test_it_is_picklable_and_a_processor():
     processor = SigLIPProcessor(224, 16, 2, "pillow")
     assert pickle.loads(pickle.dumps(processor)) == processor
     assert isinstance(processor, ImageProcessor)
+
+
+# Scaled decoding.
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_jpeg_is_decoded_scaled_to_nearly_the_same_pixels(backend):
+    encoded = encode(Image.open(PHOTOGRAPHS["astronaut.png"]), "JPEG", quality=90)  # 512 x 512
+    processor = SigLIPProcessor(128, 16, backend=backend, decode="scaled")
+    scaled = written(processor, encoded)
+    exact = written(SigLIPProcessor(128, 16, backend=backend), encoded)
+    assert 0 < np.abs(scaled.astype(int) - exact).mean() < 1
+    half = decode(encoded, at_least=(256, 256))
+    raw = reference(processor, half, do_rescale=False, do_normalize=False)
+    assert np.array_equal(scaled, raw.numpy())
+
+
+@pytest.mark.parametrize("size", [129, 257, (128, 129)])
+def test_an_image_below_four_times_the_output_is_decoded_exactly(size):
+    encoded = encode(Image.open(PHOTOGRAPHS["astronaut.png"]), "JPEG", quality=90)
+    exact, scaled = (
+        written(SigLIPProcessor(size, 16, decode=how), encoded) for how in ("exact", "scaled")
+    )
+    assert np.array_equal(exact, scaled)
 
 
 # Refusals and settings.
@@ -233,6 +285,7 @@ def test_defects_are_found_while_measuring():
         {"patch_size": 0},
         {"std": 0.0},
         {"max_pixels": 0},
+        {"decode": "fast"},
     ],
 )
 def test_impossible_settings_are_refused_at_construction(settings):
@@ -266,14 +319,17 @@ def test_every_preset_can_be_made():
 
 
 def test_unknown_presets_say_what_exists():
-    with pytest.raises(ConfigError, match=r"NaFlex.*not supported yet"):
+    with pytest.raises(ConfigError, match=r"NaFlexProcessor\.preset"):
         SigLIPProcessor.preset("siglip2-base-patch16-naflex")
     with pytest.raises(ConfigError, match="siglip2-so400m-patch16-384"):
         SigLIPProcessor.preset("siglip3")
 
 
 def test_fingerprint_tells_all_that_pixels_depend_on():
+    """IMG-27, IMG-30: the decoder, its version and the backend, too."""
     ours = SigLIPProcessor().fingerprint()
+    assert ours["simplejpeg"] == version("simplejpeg")
+    assert ours["pillow"] == version("pillow")
     assert json.loads(json.dumps(ours)) == ours
     assert ours["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert "cpu_capability" not in SigLIPProcessor(backend="pillow").fingerprint()
@@ -286,6 +342,7 @@ def test_fingerprint_tells_all_that_pixels_depend_on():
         SigLIPProcessor(mean=0.4),
         SigLIPProcessor(std=0.4),
         SigLIPProcessor(max_pixels=1000),
+        SigLIPProcessor(decode="scaled"),
     ]
     assert all(other.fingerprint() != ours for other in others)
 

@@ -85,3 +85,13 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(
     with refused, open_shard(file, tmp_path / "cache"):
         pass
     assert not [path for path in (tmp_path / "cache" / "files").iterdir() if path.stat().st_size]
+
+
+def test_shards_that_the_names_of_others_tell_of_are_missed(tmp_path: Path) -> None:
+    for number in (0, 2, 3):
+        (tmp_path / f"train-{number:05}-of-00005.tar").touch()
+    with pytest.warns(UserWarning, match=r"2 of 00005 shards .* first .*train-00001-of-00005\.tar"):
+        assert len(find_shards(tmp_path, (".tar",))) == 3
+    for number in (1, 4):
+        (tmp_path / f"train-{number:05}-of-00005.tar").touch()
+    assert len(find_shards(tmp_path, (".tar",))) == 5  # in silence

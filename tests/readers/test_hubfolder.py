@@ -1,6 +1,7 @@
 """Folders of Hugging Face datasets: splits and configurations, files of the real library."""
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,14 @@ def test_no_pattern_of_a_readme_leaves_the_folder(pattern: str, tmp_path: Path) 
     readme = f"---\nconfigs:\n- config_name: x\n  data_files: {pattern}\n---\n"
     with pytest.raises(DatasetError, match="outside the folder"):
         files_of(folder_of(tmp_path / "d", "a.parquet", readme=readme))
+
+
+def test_a_saved_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HUB / "saved" / "train", tmp_path / "train")
+    lost = sorted((tmp_path / "train").glob("*.arrow"))[1]
+    lost.unlink()
+    with pytest.raises(DatasetError, match=rf"state\.json lists {lost.name}, which is not there"):
+        Dataset.from_path("d", tmp_path / "train", cache_dir=tmp_path / "cache")
+    (tmp_path / "train" / "state.json").write_text("{}")  # another's
+    with pytest.warns(UserWarning, match="1 of 00002 shards are not there"):
+        Dataset.from_path("d", tmp_path / "train", cache_dir=tmp_path / "cache")

@@ -1,17 +1,8 @@
 """The Lance reader: the contract, the known failures, files of the real writer, old and new."""
 
-import logging
-import multiprocessing
 import os
 import pickle
-import select
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,58 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lance.blob import Blob, blob_array, blob_field
-from moto.server import ThreadedMotoServer
 
 from tests.contracts.reader import ReaderContract, every_row
-from tests.fixtures.servers import Proxy, running
+from tests.fixtures.lancerows import STRUCT, ids, image, struct, table, written
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
-from zephon_mm.io import Dataset, read_blob
+from zephon_mm.io import Dataset
 from zephon_mm.readers import lancesource
 from zephon_mm.readers.lance import LanceReader
 from zephon_mm.records import RowBlob
 from zephon_mm.work import StaticMixtureWorkSource
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lance"
-STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-
-
-def image(row: int, part: int = 0) -> bytes:
-    return b"\xff\xd8\xff not decoded here %d %d" % (row, part)
-
-
-def struct(row: int, part: int = 0) -> dict[str, Any]:
-    return {"bytes": image(row, part), "path": f"{row}.jpg"}
-
-
-def lists(of: Callable[[int, int], Any], count: int) -> list[Any]:
-    """A null list, an empty list, a null in a list, and pairs."""
-    odd = [None, [], [of(2, 0), None, of(2, 2)]]
-    return (odd + [[of(row, 0), of(row, 1)] for row in range(3, count)])[:count]
-
-
-def table(count: int = 10) -> pa.Table:
-    return pa.table(
-        {
-            "id": [f"key {row}" for row in range(count)],
-            "image": [image(row) for row in range(count)],
-            "large": pa.array([image(row, 7) for row in range(count)], pa.large_binary()),
-            "hf": pa.array([struct(row) for row in range(count)], STRUCT),
-            "images": pa.array(lists(image, count), pa.list_(pa.binary())),
-            "hfs": pa.array(lists(struct, count), pa.list_(STRUCT)),
-            "texts": [["a", None], None, [], *[["b"]] * (count - 3)],
-            "text": [f"caption {row} é" if row % 4 else None for row in range(count)],
-            "size": pa.array(range(count), pa.int32()),
-        }
-    )
-
-
-def written(path: Path, rows: pa.Table, per_file: int = 4, **options: Any) -> Path:
-    lance.write_dataset(rows, str(path), max_rows_per_file=per_file, **options)
-    return path
-
-
-def ids(reader: LanceReader, field: str = "id") -> list[Any]:
-    return [row[field] for row in every_row(reader)]
 
 
 def read_bytes(reader: LanceReader) -> int:
@@ -353,101 +303,6 @@ def test_a_blob_outside_the_dataset_is_refused(tmp_path: Path) -> None:
     assert reader.fetch(second) == image(1)
 
 
-def child_reads(reader: LanceReader, expected: list[Any], told: int) -> int:
-    """Fork a child that reads within 20 s and tells who served it; return its pid."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        same = every_row(reader) == expected
-        bytes_of = reader.fetch(RowBlob(1, 2, "image"))
-        os.write(told, b"%d " % lancesource._fresh(os.getpid())._process.pid)
-        os._exit(0 if same and bytes_of == image(6) else 1)
-    return child
-
-
-@pytest.mark.slow
-def test_lan_01_forked_workers_read_while_their_parent_does_and_leave_nothing(
-    tmp_path: Path,
-) -> None:
-    """LAN-01."""
-    reader = LanceReader(written(tmp_path / "d", table()))
-    expected = every_row(reader)
-    done = threading.Event()
-
-    def read_on() -> None:
-        while not done.is_set():
-            every_row(reader)
-
-    thread = threading.Thread(target=read_on)
-    thread.start()
-    told, tell = os.pipe()
-    try:
-        children = [child_reads(reader, expected, tell) for _ in range(2)]
-        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    finally:
-        done.set()
-        thread.join()
-        os.close(tell)
-    with open(told, "rb") as pids:
-        servers = [int(pid) for pid in pids.read().split()]
-    assert len(servers) == 2
-    for server in servers:
-        with suppress(ProcessLookupError):  # it has ended, or does so now
-            assert select.select([os.pidfd_open(server)], [], [], 20)[0]
-    assert every_row(reader) == expected
-
-
-def in_a_fork(action: Callable[[], None]) -> int:
-    """Run something in a forked child; return its exit code."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.slow
-def test_lan_01_a_forked_worker_opens_datasets_and_sees_errors_as_its_parent_does() -> None:
-    """LAN-01."""
-    rows = every_row(LanceReader(FIXTURES / "captions"))
-
-    def opens() -> None:
-        assert every_row(LanceReader(FIXTURES / "captions")) == rows
-        with pytest.raises(ConfigError, match="Check path and version"):
-            LanceReader(FIXTURES / "captions", version=99)
-        with pytest.raises(DatasetError, match="cannot be opened"):
-            LanceReader(FIXTURES)
-
-    assert in_a_fork(opens) == 0
-
-
-@pytest.mark.slow
-def test_lan_01_spawned_workers_read_the_same(tmp_path: Path) -> None:
-    """LAN-01."""
-    reader = LanceReader(written(tmp_path / "d", table()))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(every_row, (reader,)) == every_row(reader)
-
-
-def test_lan_01_unpickling_opens_nothing(tmp_path: Path) -> None:
-    """LAN-01: a parent that only hands the reader on never starts pylance's threads."""
-    copy = pickle.loads(pickle.dumps(LanceReader(written(tmp_path / "d", table()))))
-    shutil.rmtree(tmp_path / "d")
-    assert len(copy.shards) == 3
-
-
-@pytest.mark.slow
-def test_lan_01_the_module_imports_no_pylance() -> None:
-    """LAN-01: so that a process that only forks workers neither pays for it nor is warned."""
-    code = "import sys, zephon_mm.readers.lance; sys.exit('lance' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("stable", [False, True])
 def test_lan_02_positions_count_live_rows(tmp_path: Path, stable: bool) -> None:
     """LAN-02, and LAN-04: nothing is taken by row id, so that no result is ever shorter."""
@@ -506,44 +361,20 @@ def test_lan_07_a_pass_in_order_reads_each_byte_about_once(tmp_path: Path) -> No
     assert read_bytes(reader) < 1.1 * once
 
 
-def test_blobs_are_read_through_the_dataset(tmp_path: Path) -> None:
-    dataset = Dataset("d", LanceReader(FIXTURES / "captions"))
-    assert read_blob(dataset, RowBlob(2, 0, "image"), 2) == b"\xff\xd8"
+def test_a_fragment_whose_bytes_are_damaged_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "d", table())
+    reader = LanceReader(path)
+    (file,) = lance.dataset(str(path)).get_fragment(1).data_files()
+    stored = path / "data" / file.path
+    stored.write_bytes(bytes(stored.stat().st_size))
+    with pytest.raises(DatasetError, match=r"/d, fragment-1 is damaged: .*invalid magic"):
+        reader.read(1, [0], ["text"])
+    assert len(reader.read(0, [0], ["text"])) == 1
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of the captions in an S3 store, under a name that tells nothing."""
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION"):
-        monkeypatch.setenv(f"AWS_{name}", "us-east-1")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    with running(Proxy(host, port)) as store:
-        store.put("data")
-        for path in (FIXTURES / "captions").rglob("*"):
-            if path.is_file():
-                store.put(f"data/x/{path.relative_to(FIXTURES / 'captions')}", path.read_bytes())
-    yield "s3://data/x"
-    server.stop()
-
-
-@pytest.mark.slow
-def test_a_dataset_in_a_store_is_the_same_also_to_a_forked_process(
-    bucket: str, tmp_path: Path
-) -> None:
-    local = LanceReader(FIXTURES / "captions", version="clean")
-    remote = Dataset.from_path("d", bucket, "lance", version="clean", cache_dir=tmp_path).reader
-    assert (remote.digest(), remote.shards) == (local.digest(), local.shards)
-    expected = every_row(local)
-    image = local.fetch(RowBlob(1, 2, "image"))
-
-    def reads() -> None:
-        assert every_row(remote) == expected
-        assert remote.fetch(RowBlob(1, 2, "image")) == image
-
-    reads()
-    assert in_a_fork(reads) == 0
+def test_a_folder_in_a_store_is_told_to_name_its_format(tmp_path: Path) -> None:
+    mirrored = tmp_path / "zephon_mirrors" / "x" / "d"
+    (mirrored / "_versions").mkdir(parents=True)
+    (mirrored / "_versions" / "1.manifest").touch()  # as `stores` lays it out
+    with pytest.raises(DatasetError, match="fmt='lance'"):
+        LanceReader.detect(mirrored)

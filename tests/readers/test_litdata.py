@@ -271,7 +271,7 @@ def test_a_value_that_does_not_decode_is_the_error_of_its_row(tmp_path: Path) ->
 def test_any_bytes_give_a_value_or_a_sample_error(kind: str, data: bytes) -> None:
     reason = "bad_value"
     try:
-        decode(kind, data, allow_pickle=False)
+        decode("", kind, data, allow_pickle=False)
     except SampleError as error:
         reason = error.reason
     assert reason == "bad_value"
@@ -287,18 +287,18 @@ def test_sizes_in_headers_are_not_believed() -> None:
     ]
     for kind, data in huge:
         with pytest.raises(SampleError, match="bad_value"):
-            decode(kind, data, allow_pickle=False)
+            decode("", kind, data, allow_pickle=False)
 
 
 def test_bfloat16_is_exact() -> None:
     stored = np.array([0x3F80, 0xC000, 0x7F80, 0x0001], dtype="<u2").tobytes()
-    values = decode("no_header_tensor:10", stored, allow_pickle=False)
+    values = decode("", "no_header_tensor:10", stored, allow_pickle=False)
     assert values.tolist() == [1.0, -2.0, float("inf"), 2.0**-133]
 
 
 def test_an_unknown_serializer_is_named() -> None:
     with pytest.raises(SampleError, match="'graph'") as caught:
-        decode("graph", b"", allow_pickle=True)
+        decode("", "graph", b"", allow_pickle=True)
     assert caught.value.reason == "unknown_serializer"
 
 
@@ -370,3 +370,9 @@ def test_lit_07_what_a_killed_writer_left_is_named(tmp_path: Path) -> None:
     assert "chunk-0-0.bin" in said
     (folder / "index.json").write_text('{"chunks": [{"chunk_by')
     assert "no JSON" in failing(lambda: opened(folder, tmp_path))
+
+
+def test_what_a_writer_left_that_got_no_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"chunks": [], "config": null, "updated_at": "1"}')
+    said = failing(lambda: Dataset.from_path("d", tmp_path, cache_dir=tmp_path / "cache"))
+    assert "index.json lists no chunks" in said

@@ -490,3 +490,8 @@ def test_a_dataset_opens_from_its_path_and_keeps_a_key_of_its_own(tmp_path: Path
     assert dataset.reader.read(0, [0], ["text"]) == [{"text": "x", "__key__": "name"}]
     assert dataset.digest() == MDSReader(folder).digest()
     assert dataset.digest() != MDSReader(folder, allow_pickle=True).digest()
+
+
+def test_a_folder_may_be_named_by_its_index(tmp_path: Path) -> None:
+    assert MDSReader.detect(MDS / "every" / "index.json")
+    assert MDSReader(MDS / "every" / "index.json").digest() == MDSReader(MDS / "every").digest()

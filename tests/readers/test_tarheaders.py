@@ -112,3 +112,14 @@ def test_damaged_headers_and_joined_archives_are_errors(tmp_path: Path) -> None:
     path.write_bytes(data + data)
     with pytest.raises(DatasetError, match="joined with `cat`"):
         walk_file(path)
+
+
+def test_a_tail_of_zeros_that_no_tar_writes_is_an_archive_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    write(path, [("a", tarfile.REGTYPE, 5)], tarfile.USTAR_FORMAT)
+    for head, members in ((path.read_bytes(), 1), (b"", 0)):
+        path.write_bytes(head.ljust(1 << 20, b"\0"))
+        assert len(walk_file(path)) == members
+        path.write_bytes(head.ljust(3 << 20, b"\0"))
+        with pytest.raises(DatasetError, match=r"s\.tar is cut: from byte \d+ of 3145728 on it is"):
+            walk_file(path)

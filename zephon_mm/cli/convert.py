@@ -15,7 +15,7 @@ has no place for, such as an absent image in MDS, makes its row defective.
 
 Cost: reads the source's texts three times and its images twice, the target once, in one process.
 
-Imports: errors, io, processors.documents, writers. Used by: cli.main.
+Imports: errors, io, processors.documents, writers, cli.dataset. Used by: cli.main.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from zephon_mm.cli import dataset
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.io import Dataset, read_blob
 from zephon_mm.processors.documents import IMAGE_FIELDS
@@ -49,10 +50,9 @@ Block = list[tuple[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("source", help="a file, a folder, a pattern, a URL")
+    dataset.add_arguments(parser, "source")
     parser.add_argument("target", help="the folder to make")
     parser.add_argument("--to", required=True, choices=sorted(WRITERS), help="its format")
-    parser.add_argument("--fmt", help="the source's format, if it is not recognised")
     parser.add_argument("--shard-rows", type=int, help="rows of a shard (as in the source)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out rows that do not fit")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "://" in arguments.target or (shard_rows is not None and shard_rows < 1):
         raise ConfigError("DST must be a local folder, and --shard-rows at least 1.")
     target = os.path.abspath(os.path.expanduser(arguments.target))
-    source = Dataset.from_path("source", arguments.source, arguments.fmt)
+    source = dataset.opened("source", arguments, "source")
     settings = {name: vars(arguments)[name] for name in ("to", "shard_rows", "skip_bad")}
     settings |= {"source": source.digest(), "fmt": source.fmt}
     if _entries(target, settings, anew) and not anew:

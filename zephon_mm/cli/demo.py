@@ -1,13 +1,13 @@
 """`zephon-mm demo`: data, training, elasticity and a picture, offline, in about two minutes.
 
-    1. Draws captioned pictures and picture stories, trains a tokenizer (`cli.demo_data`), and
-       writes the recipe.
+    1. Draws captioned pictures, picture stories, chats and films, trains a tokenizer
+       (`cli.demo_data`), and writes the recipe.
     2. Trains a tiny SigLIP + Qwen3 on them (`cli.tiny_model`); its loss must fall.
     3. Runs the same recipe on 1, 2, 3 and 4 ranks, each going on from the checkpoint before, and
        compares every step's digest with an uninterrupted run on one rank.
     4. Draws the packed rows of the first batches, and the loss.
 
-Imports: the package, cli.demo_data, cli.drawing, cli.tiny_model, cli.verify. Used by: cli.main.
+Imports: the package, cli.demo_data, cli.tiny_model, cli.verify. Used by: cli.main.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from zephon_mm.batch import Batch
 from zephon_mm.cli.demo_data import make_demo_data
-from zephon_mm.cli.drawing import RowPicture, draw_packing
 from zephon_mm.cli.tiny_model import TinyVLM
 from zephon_mm.cli.verify import Combination, Delivered, Run, first_difference
 from zephon_mm.errors import ConfigError
@@ -41,13 +40,23 @@ data_from = "zephon-mm demo --data-only"
 name = "captions"
 path = "data/captions"
 schema = "caption"
-weight = 0.7
+weight = 0.5
 
 [[datasets]]
 name = "stories"
 path = "data/stories/stories.jsonl"
 schema = "interleaved"
-weight = 0.3
+weight = 0.2
+
+[[datasets]]
+name = "chats"
+path = "data/chats/chats.jsonl"
+weight = 0.2
+
+[[datasets]]
+name = "films"
+path = "data/films"
+weight = 0.1
 
 [source]
 seed = 7
@@ -65,6 +74,11 @@ kind = "siglip"
 size = 64
 patch_size = 16
 backend = "pillow"  # integer arithmetic: the same pixels on every CPU
+
+[video_processor]
+kind = "siglip_video"  # of frames; those are processed as above
+fps = 1.5
+pool = 1
 
 [interleave]
 tokenizer = "data/tokenizer"
@@ -107,7 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return 0 if the loss fell and all digests are equal, else 1."""
     began = time.monotonic()
     out: Path = arguments.out
-    print(f"1. Data: drawing 600 captioned pictures and 150 picture stories into {out / 'data'}")
+    print(
+        f"1. Data: drawing 600 captioned pictures, 150 stories, 150 chats and 60 films into {out}"
+    )
     make_demo_data(out / "data")
     file = out / "demo.toml"
     file.write_text(RECIPE)
@@ -138,7 +154,10 @@ def train(recipe: Recipe, out: Path, *, seconds: float, steps: int | None) -> li
     """Train for some time or some steps; return the loss of every step."""
     tokenizer = TextTokenizer.load(out / "data" / "tokenizer", image_token="<|image_pad|>")
     model = TinyVLM(
-        vocab_size=tokenizer.vocab_size, image_token_id=tokenizer.require_image_id(), seed=0
+        vocab_size=tokenizer.vocab_size,
+        image_token_id=tokenizer.require_image_id(),
+        video_token_id=tokenizer.video_id,
+        seed=0,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARM_UP_STEPS)
@@ -232,27 +251,9 @@ def resume_on_more_ranks(recipe: Recipe) -> bool:
 def draw_rows(recipe: Recipe, out: Path) -> None:
     """Draw the first packed sequences: documents by their text, images, padding."""
     tokenizer = Tokenizer.from_file(str(out / "data" / "tokenizer" / "tokenizer.json"))
-    rows: list[RowPicture] = []
     with recipe.pipeline(runner="inline", microbatch_size=DRAWN_ROWS) as pipeline:
         batch = next(iter(pipeline))
-        for row in range(len(batch.keys)):
-            rows.append(_row_picture(batch, row, tokenizer))
-    draw_packing(rows, out / "packing.png", title="The first packed sequences")
-
-
-def _row_picture(batch: Batch, row: int, tokenizer: Tokenizer) -> RowPicture:
-    segments = []
-    for number in range(1, int(batch.segment_ids[row].max()) + 1):
-        where = (batch.segment_ids[row] == number).nonzero().flatten()
-        start, stop = int(where[0]), int(where[-1]) + 1
-        text = tokenizer.decode(batch.input_ids[row, start:stop].tolist())
-        segments.append((start, stop, text.strip()))
-    images = [
-        (first, first + count, batch.pixel_values[image].permute(1, 2, 0).numpy())
-        for image, (at, first, count) in enumerate(batch.image_index.tolist())
-        if at == row
-    ]
-    return RowPicture(segments, images, batch.input_ids.shape[1])
+    batch.show(decode=tokenizer.decode).savefig(out / "packing.png")
 
 
 def draw_losses(losses: Sequence[float], path: Path) -> None:

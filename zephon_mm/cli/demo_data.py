@@ -1,4 +1,4 @@
-"""A small data set, drawn on the spot: captioned pictures, picture stories, and a tokenizer.
+"""A small data set, drawn on the spot: pictures, stories, chats, films, and a tokenizer.
 
 Laws:
     1. The files are a function of the arguments (and of Pillow's JPEG encoder).
@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from webdataset.writer import TarWriter
@@ -31,6 +33,11 @@ SPECIAL_TOKENS = (
     "<|vision_start|>",
     "<|image_pad|>",
     "<|vision_end|>",
+    "<|video_pad|>",
+)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 COLOURS = {
     "red": (214, 48, 49),
@@ -54,12 +61,14 @@ Point = tuple[float, float]
 class DemoData:
     """Where the demo's files are.
 
-    `captions` is a folder of WebDataset shards, `stories` a JSON Lines file whose image paths are
-    relative to its folder, `tokenizer` a folder that `AutoTokenizer` loads.
+    `captions` and `films` are folders of WebDataset shards, `stories` and `chats` JSON Lines files
+    whose image paths are relative to their folder, `tokenizer` a folder that `AutoTokenizer` loads.
     """
 
     captions: Path
     stories: Path
+    chats: Path
+    films: Path
     tokenizer: Path
 
 
@@ -84,6 +93,8 @@ def make_demo_data(
     num_captions: int = 600,
     num_shards: int = 4,
     num_stories: int = 150,
+    num_chats: int = 150,
+    num_films: int = 60,
 ) -> DemoData:
     """Write the demo's data set; files of the same names are overwritten.
 
@@ -93,8 +104,16 @@ def make_demo_data(
         num_captions: Captioned pictures in all shards together.
         num_shards: Tar shards; sizes differ by at most one sample.
         num_stories: Interleaved documents of two to four pictures each.
+        num_chats: Conversations about a picture.
+        num_films: Captioned videos of two seconds.
     """
-    data = DemoData(folder / "captions", folder / "stories" / "stories.jsonl", folder / "tokenizer")
+    data = DemoData(
+        captions=folder / "captions",
+        stories=folder / "stories" / "stories.jsonl",
+        chats=folder / "chats" / "chats.jsonl",
+        films=folder / "films",
+        tokenizer=folder / "tokenizer",
+    )
     pairs = [_caption_sample(Stream(seed, "caption", i), i) for i in range(num_captions)]
     data.captions.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
@@ -102,11 +121,18 @@ def make_demo_data(
             num_captions * shard // num_shards : num_captions * (shard + 1) // num_shards
         ]
         write_shard(data.captions / f"demo-{shard:06d}.tar", samples)
-    (data.stories.parent / "images").mkdir(parents=True, exist_ok=True)
+    data.films.mkdir(parents=True, exist_ok=True)
+    films = [_film_sample(Stream(seed, "film", i), i) for i in range(num_films)]
+    write_shard(data.films / "films-000000.tar", films)
+    for file in (data.stories, data.chats):
+        (file.parent / "images").mkdir(parents=True, exist_ok=True)
     stories = [_story(Stream(seed, "story", i), i, data.stories.parent) for i in range(num_stories)]
     data.stories.write_text("".join(json.dumps(story) + "\n" for story in stories))
-    texts = [pair["txt"] for pair in pairs]
+    chats = [_chat(Stream(seed, "chat", i), i, data.chats.parent) for i in range(num_chats)]
+    data.chats.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    texts = [pair["txt"] for pair in (*pairs, *films)]
     texts += [text for story in stories for text in story["texts"] if text is not None]
+    texts += [str(turn["content"]) for chat in chats for turn in chat["messages"]]
     write_tokenizer(data.tokenizer, texts, vocab_size=768)
     return data
 
@@ -146,6 +172,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int) -> N
         "extra_special_tokens": list(SPECIAL_TOKENS[1:]),
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
+        "chat_template": CHATML,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -156,6 +183,47 @@ def _caption_sample(stream: Stream, index: int) -> dict[str, Any]:
     suffix = "png" if stream.integer(5) == 0 else "jpg"
     caption = f"{describe(figures)} on {_with_article(background)} background"
     return {"__key__": f"{index:06d}", suffix: encode(image, suffix), "txt": caption}
+
+
+def _film_sample(stream: Stream, index: int) -> dict[str, Any]:
+    """Return a figure that moves across the picture, and what happens in words."""
+    colours = [list(COLOURS)[i] for i in stream.permutation(len(COLOURS))]
+    hero = Figure(_choose(stream, list(OUTLINES)), colours[0], _choose(stream, list(SIZES)), (0, 0))
+    start, end, way = [
+        ((0.2, 0.5), (0.8, 0.5), "to the right"),
+        ((0.8, 0.5), (0.2, 0.5), "to the left"),
+        ((0.5, 0.2), (0.5, 0.8), "down"),
+        ((0.5, 0.8), (0.5, 0.2), "up"),
+    ][stream.integer(4)]
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        track: Any = output.add_stream("libx264", rate=12, options={"x264-params": "threads=1"})
+        track.width, track.height, track.pix_fmt = 128, 96, "yuv420p"
+        for k in range(24):
+            x, y = (a + (b - a) * k / 23 for a, b in zip(start, end, strict=True))
+            picture = draw_picture([replace(hero, centre=(x, y))], colours[1], 128, 96)
+            pixels = np.asarray(picture)
+            output.mux(track.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+        output.mux(track.encode(None))
+    text = f"{_with_article(str(hero))} moves {way} on {_with_article(colours[1])} background"
+    return {"__key__": f"{index:06d}", "mp4": buffer.getvalue(), "txt": text}
+
+
+def _chat(stream: Stream, index: int, folder: Path) -> dict[str, Any]:
+    """Write a picture; return a conversation about it."""
+    figures, background = _scene(stream)
+    name = f"images/{index:04d}.jpg"
+    picture = draw_picture(figures, background, _side_px(stream), _side_px(stream))
+    (folder / name).write_bytes(encode(picture, "jpg"))
+    hero = figures[0]
+    turns = [
+        ("user", [{"type": "image"}, {"type": "text", "text": "What do you see?"}]),
+        ("assistant", f"I see {describe(figures)}."),
+        ("user", f"What colour is the {hero.shape}, and what is behind it?"),
+        ("assistant", f"The {hero.shape} is {hero.colour}, on {_with_article(background)} ground."),
+    ]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return {"id": f"chat-{index:04d}", "images": [name], "messages": messages}
 
 
 def _scene(stream: Stream) -> tuple[list[Figure], str]:

@@ -16,12 +16,14 @@ from zephon_mm.errors import ZephonError
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is
 # imported when it is chosen: `zephon-mm --help` need not wait for matplotlib or transformers.
 COMMANDS = {
+    "bench": "measure whether a recipe feeds a GPU on this machine, and what limits it",
     "convert": "write a dataset in another format, and prove that it is the same",
     "demo": "make a data set, train a tiny model on it, resume on 1, 2, 3, 4 ranks",
     "index": "measure every sample once, so that planning and restoring read none",
-    "inspect": "show what a dataset is and what is wrong with it",
+    "inspect": "show what a dataset is and what is wrong with it, or what a step is made of",
     "plan": "show the next sequences of a recipe without decoding an image",
     "verify": "prove that a recipe gives the same data on every topology and runner",
+    "view": "draw the first batches of a recipe",
 }
 
 

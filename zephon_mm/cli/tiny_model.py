@@ -37,12 +37,21 @@ class TinyVLM(nn.Module):
     Args:
         vocab_size: Entries of the tokenizer's vocabulary.
         image_token_id: The placeholder that each patch of an image has in `input_ids`.
+        video_token_id: That of a video's frames; None where there are none.
         seed: Equal seeds give equal weights; the global random state is left alone.
     """
 
-    def __init__(self, *, vocab_size: int, image_token_id: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        image_token_id: int,
+        video_token_id: int | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.image_token_id = image_token_id
+        self.video_token_id = video_token_id
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.vision = SiglipVisionModel(_vision_config())
@@ -59,6 +68,7 @@ class TinyVLM(nn.Module):
         position_ids: Tensor,
         pixel_values: Tensor,
         attention_mask: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
     ) -> Output:
         """Return the loss of one batch.
 
@@ -69,11 +79,16 @@ class TinyVLM(nn.Module):
             pixel_values: (N, 3, 64, 64) float; N may be 0.
             attention_mask: (B, 1, L, L) bool, True where a token may attend. None for causal
                 attention inside the documents that `position_ids` shows.
+            pixel_values_videos: (F, 3, 64, 64) float, the frames of all videos.
 
         Raises:
             ValueError: The placeholders are not as many as the images have patches.
         """
         embeddings = self._embed(input_ids, pixel_values)
+        if pixel_values_videos is not None:
+            assert self.video_token_id is not None
+            places = input_ids.eq(self.video_token_id)
+            embeddings = self._filled(embeddings, places, pixel_values_videos)
         hidden = self.language.model(
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
@@ -90,16 +105,18 @@ class TinyVLM(nn.Module):
         return Output(total / num_valid.clamp(min=1), num_valid, logits)
 
     def _embed(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
-        """Return (B, L, dim) embeddings, those of placeholders replaced by patches in order."""
+        """Return (B, L, dim) embeddings, those of image placeholders replaced by patches."""
         embeddings: Tensor = self.language.model.embed_tokens(input_ids)
-        placeholders = input_ids == self.image_token_id
+        return self._filled(embeddings, input_ids == self.image_token_id, pixel_values)
+
+    def _filled(self, embeddings: Tensor, placeholders: Tensor, pixel_values: Tensor) -> Tensor:
+        """Return (B, L, dim) embeddings, those of placeholders replaced by patches in order."""
         found, wanted = int(placeholders.sum()), len(pixel_values) * TOKENS_PER_IMAGE
         if found != wanted:
             raise ValueError(
-                f"the batch has {found} image placeholders (token {self.image_token_id}), its "
-                f"{len(pixel_values)} images have {wanted} patches. Use an image processor that "
-                f"gives {TOKENS_PER_IMAGE} tokens an image: size={IMAGE_SIZE}, "
-                f"patch_size={PATCH_SIZE}."
+                f"the batch has {found} image placeholders and its {len(pixel_values)} images have "
+                f"{wanted} patches. Use an image processor that gives {TOKENS_PER_IMAGE} tokens an "
+                f"image: size={IMAGE_SIZE}, patch_size={PATCH_SIZE}."
             )
         if wanted == 0:
             return embeddings

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zephon_mm import stores
 from zephon_mm.index import Index
 from zephon_mm.io import Dataset
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Sequence as PackedSequence
 
 CHUNKS_AHEAD = 4
 """How many chunks of a lane are known before they are drawn, if any data is in a store."""

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Sequence as PackedSequence
 
 Costs = NDArray[np.int64]
 """(sequences, 2): vision and attention work."""

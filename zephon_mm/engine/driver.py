@@ -46,6 +46,7 @@ from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Context, measure
 from zephon_mm.errors import DataQualityError, RunnerError
 from zephon_mm.index import Index
+from zephon_mm.media import MediaLayout
 from zephon_mm.metrics import Metrics
 from zephon_mm.runners import make_runner
 from zephon_mm.shm.arena import Arena
@@ -80,7 +81,8 @@ class EngineConfig:
     task_rows: int
     task_timeout_s: float
     measure_parallelism: int | None
-    image_shape: tuple[int, ...]
+    images: MediaLayout
+    videos: MediaLayout
     index: Index | None
 
 
@@ -108,9 +110,9 @@ class _Close:
 
 
 @dataclass(slots=True)
-class _CursorRequest:
-    at: Position
-    answer: "Future[dict[int, Cursor]]"
+class _Request:
+    ask: Callable[[Planner], Any]
+    answer: "Future[Any]"
 
 
 class Driver:
@@ -203,7 +205,12 @@ class Driver:
 
     def cursors(self, at: Position) -> dict[int, Cursor]:
         """Return the cursors of the lanes that this rank plans, at a delivered position."""
-        request = _CursorRequest(at, Future())
+        found: dict[int, Cursor] = self.ask(lambda planner: planner.cursors(at))
+        return found
+
+    def ask(self, question: Callable[[Planner], Any]) -> Any:
+        """Return what a question to the planner gives; it is asked in the driver's thread."""
+        request = _Request(question, Future())
         self._events.put(request)
         if not self._thread.is_alive():
             self._refuse_requests()
@@ -213,6 +220,12 @@ class Driver:
     def plans_all_lanes(self) -> bool:
         """Whether the cursors of this rank are those of all lanes."""
         return self._config.finite or self._config.plan.whole_steps
+
+    @property
+    def newest_window(self) -> int:
+        """The newest window that a lane of this rank reads ahead."""
+        newest: int = self._planner.newest_window
+        return newest
 
     def stats(self) -> dict[str, float]:
         """Return queue depths, memory and the runner's counters, as of now."""
@@ -296,20 +309,20 @@ class Driver:
     def _handle(self, event: object) -> None:
         if self._closed or isinstance(event, _Close):
             raise _ClosedError
-        if isinstance(event, _CursorRequest):
+        if isinstance(event, _Request):
             try:
-                event.answer.set_result(self._planner.cursors(event.at))
+                event.answer.set_result(event.ask(self._planner))
             except (_ClosedError, CancelledError):
                 event.answer.set_exception(RunnerError("the pipeline was closed"))
                 raise
-            except Exception as error:  # noqa: BLE001  raised where the cursors were asked for
+            except Exception as error:  # noqa: BLE001  raised where it was asked
                 event.answer.set_exception(error)
 
     def _refuse_requests(self) -> None:
         """Answer what came too late for the thread."""
         while not self._events.empty():
             event = self._events.get()
-            if isinstance(event, _CursorRequest):
+            if isinstance(event, _Request):
                 event.answer.set_exception(RunnerError("the pipeline was closed"))
 
     def _submit(self, group: Group) -> Pending:
@@ -319,12 +332,15 @@ class Driver:
         if config.plan.ahead:
             config.plan.ahead.delivered(group.sequences)
         assembly = Assembly(
-            group.sequences, max_length=config.max_length, image_shape=config.image_shape
+            group.sequences,
+            max_length=config.max_length,
+            images=config.images,
+            videos=config.videos,
         )
         slab, base = self._slab(assembly.layout.num_bytes)
         arrays = assembly.layout.views(slab)
         assembly.fill_tokens(arrays, pad_id=config.pad_id)
-        jobs = jobs_of(assembly, group.sequences, base)
+        jobs = jobs_of(assembly, group.sequences, base, group.numbers)
         datasets = config.context.datasets
         batch = assembly.batch(
             arrays,
@@ -333,9 +349,10 @@ class Driver:
             delivered=group.after.delivered,
             step_valid_tokens=group.step_valid_tokens,
             image_processor=config.context.image_processor,
+            video_processor=config.context.video_processor,
         )
-        pending = Pending(group, assembly, arrays, batch)
-        self._decoding.add(pending, jobs, self._planned)
+        pending = Pending(group, assembly, arrays, batch, len(jobs))
+        self._decoding.add(pending, jobs, self._planned, self._planned - self._taken)
         return pending
 
     def _slab(self, num_bytes: int) -> tuple[NDArray[np.uint8], int]:
@@ -373,7 +390,7 @@ class Driver:
 
     def _judge(self, item: Pending) -> None:
         """Stop when too many images were defective, counted in the order of delivery."""
-        self._images_seen += item.counts[self._judged]
+        self._images_seen += item.counts[self._judged] + item.counts.get("frames", 0)
         self._images_bad += len(item.failures)
         rate = self._config.plan.max_error_rate
         judged = rate == 0 or self._images_seen >= JUDGED_IMAGES

@@ -10,21 +10,29 @@ Laws (tests/engine/test_lanes.py):
     2. A lane built at `cursor(k)` gives sequence k, k + 1, ... of the same lane.
     3. `cursor(k)` is a function of k: two ranks that planned a lane differently far agree.
 
-Imports: records, protocols, errors, metrics, engine.{ahead, measuring}. Used by: engine.planner.
+Imports: records, protocols, errors, metrics, ops.pack, engine.{ahead, measuring, omissions}. Used
+by: engine.{mixing, planner}.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zephon_mm.engine.ahead import CHUNKS_AHEAD, Ahead
-from zephon_mm.engine.measuring import Measured
+from zephon_mm.engine.measuring import Items, Measured
+from zephon_mm.engine.omissions import NOTHING, Omissions
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
+from zephon_mm.ops.pack import PackConfig
+from zephon_mm.packed import AnyRecord, Block
+from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.protocols import Accumulator, WorkSource
-from zephon_mm.records import AnyRecord, Block, Chunk, Skip, State
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.records import Chunk, Skip, State
 
 FIRST_SEEN = 1_000
 """`max_error_rate` allows its share of at least this many samples, so that one early defect
@@ -61,6 +69,8 @@ class LanePlan:
     next one a lane can still give a cursor of. `balance` deals each step's sequences to ranks by
     their work; `whole_steps` plans all lanes, a step at a time; `pad_tail` completes the last step
     of a finite run with empty rows. `ahead` is told what will be read, if any data is in a store.
+    `omissions` are the steps and rows that are left out. `mix` has the packer's settings where
+    rows are taken as measured tokens ask for them (`engine.mixing`).
     """
 
     source: WorkSource
@@ -74,6 +84,8 @@ class LanePlan:
     whole_steps: bool = False
     pad_tail: bool = False
     ahead: Ahead | None = None
+    omissions: Omissions = NOTHING
+    mix: PackConfig | None = None
 
 
 Measure = Callable[[int, Any], Iterable[Measured]]
@@ -135,6 +147,16 @@ class Lane:
         head = self._queue[0] if self._queue else None
         return None if isinstance(head, _WindowEnd) else head
 
+    @property
+    def reading(self) -> int:
+        """The window that is read ahead."""
+        return self._windows[-1].number + len(self._next_states)
+
+    def use(self, plan: LanePlan) -> None:
+        """Draw what was not drawn yet by another plan."""
+        self._plan = plan
+        self._coming.clear()
+
     def fill(self, tasks_ahead: int) -> None:
         """Submit measuring until `tasks_ahead` tasks are under way or the lane has ended."""
         while self._tasks < tasks_ahead and not self._source_ended:
@@ -186,21 +208,29 @@ class Lane:
         head = self._queue.popleft()
         if isinstance(head, _WindowEnd):
             self._emit(flush(self._accumulators))
-            self._begin_window(self._windows[-1].number + 1, self._next_states.popleft())
+            _, _, first = self._windows[-1]
+            self._metrics.add_all({"windows": 1, "window_sequences": self.emitted - first})
+            self._begin_window(self._windows[-1].number + 1, self._end_window())
             return
         self._tasks -= 1
-        items = head.result()
-        if isinstance(items, Block) and hasattr(self._accumulators[0], "push_block"):
-            self._take_block(items)
-        else:
-            for item in items:
-                self._take(item)
+        self._take_items(head.result())
         if self._barren > self._plan.barren_records:
             raise DataQualityError(
                 f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
                 f"gave no sequence. Skipped so far: {skips(self._metrics.snapshot())}. Check the "
                 "schema, the filters and max_length."
             )
+
+    def _end_window(self) -> State:
+        """Return the state in which the next window begins."""
+        return self._next_states.popleft()
+
+    def _take_items(self, items: Items) -> None:
+        if isinstance(items, Block) and hasattr(self._accumulators[0], "push_block"):
+            self._take_block(items)
+        else:
+            for item in items:
+                self._take(item)
 
     def _take(self, item: AnyRecord | Skip) -> None:
         self._seen += 1
@@ -212,16 +242,20 @@ class Lane:
 
     def _take_block(self, block: Block) -> None:
         """Take rows that the first operator takes by the block, those between two skips at once."""
-        first: Any = self._accumulators[0]
         start = 0
         for stop in (*block.gaps, len(block)):
-            self._seen += stop - start
-            self._barren += stop - start
-            for item in first.push_block(block, start, stop):
-                self._emit(push(self._accumulators[1:], item))
+            self._take_rows(block, start, stop)
             if stop < len(block):
                 self._take(block[stop])
             start = stop + 1
+
+    def _take_rows(self, block: Block, start: int, stop: int) -> None:
+        """Take neighbouring rows that are records."""
+        self._seen += stop - start
+        self._barren += stop - start
+        first: Any = self._accumulators[0]
+        for item in first.push_block(block, start, stop):
+            self._emit(push(self._accumulators[1:], item))
 
     def _draw(self) -> None:
         chunk, self._state = self._next()
@@ -230,7 +264,7 @@ class Lane:
             self._queue.append(_WindowEnd())
             self._next_states.append(self._state)
             return
-        for part in self._measure(self.number, chunk.refs):
+        for part in self._measured(chunk.refs):
             self._queue.append(part)
             self._tasks += 1
         self._drawn += 1
@@ -238,6 +272,16 @@ class Lane:
             self._queue.append(_WindowEnd())
             self._next_states.append(self._state)
             self._drawn = 0
+
+    def _measured(self, refs: NDArray[np.int64]) -> Iterable[Measured]:
+        """Yield the records of a chunk to come, after skips of the rows that are left out."""
+        if self._plan.omissions.rows:
+            refs, skips = self._plan.omissions.drawn(refs, self.reading)
+            if skips:
+                known: Future[Items] = Future()
+                known.set_result(skips)
+                yield known
+        yield from self._measure(self.number, refs)
 
     def _next(self) -> tuple[Chunk | None, State]:
         """Return the next chunk and the state after it; ask for the data of those that follow."""
@@ -267,7 +311,10 @@ class Lane:
                     "Sequence: check what push and flush of .accumulate return"
                 )
             if self.emitted >= self._keep_from:
-                self._outputs.append(sequence)
+                kept, lost = self._plan.omissions.cleared(sequence, self._windows[-1].number)
+                self._outputs.append(kept)
+                if lost:
+                    self._metrics.add("skipped.excluded", lost)
             self.emitted += 1
             self._barren = 0
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from zephon_mm.engine.schedule import Priority, TaskQueue
 from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.index import Index
-from zephon_mm.records import AnyRecord, Block, Skip
+from zephon_mm.packed import AnyRecord, Block
+from zephon_mm.records import Skip
 
 Items = Block | Sequence[AnyRecord | Skip]
 
@@ -92,9 +93,12 @@ class Measuring:
 
     def __call__(self, priority: Priority, refs: NDArray[np.int64]) -> Iterator[Measured]:
         """Yield the chunk's records, in parts that follow one another."""
+        size = self._task_rows
+        if self.queue.depth >= 2 * self.queue.workers:  # nobody waits for these
+            size *= 4
         if self._index is None:
-            for at in range(0, len(refs), self._task_rows):
-                part = refs[at : at + self._task_rows]
+            for at in range(0, len(refs), size):
+                part = refs[at : at + size]
                 yield self.queue.submit(priority, measure, part, poisoned_sample)
             return
         block = self._index.lookup(refs)
@@ -102,8 +106,8 @@ class Measuring:
             yield _Known(block)
             return
         found = list(block)
-        for at in range(0, len(refs), self._task_rows):
-            yield self._part(priority, refs[at:][: self._task_rows], found[at:][: self._task_rows])
+        for at in range(0, len(refs), size):
+            yield self._part(priority, refs[at : at + size], found[at : at + size])
 
     def _part(self, priority: Priority, refs: NDArray[np.int64], found: list[Any]) -> Measured:
         assert self._index is not None

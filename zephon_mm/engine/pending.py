@@ -4,28 +4,50 @@ Imports: batch, errors, io, engine.planner, engine.schedule, engine.tasks. Used 
 engine.driver, planning.
 """
 
-import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import Assembly, Batch, Text, token_fields
+from zephon_mm.batch import (
+    PIXELS,
+    VIDEO_PIXELS,
+    Assembly,
+    Batch,
+    Text,
+    pixels_name,
+    token_fields,
+)
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
 from zephon_mm.errors import StaleIndexError
 from zephon_mm.io import Dataset
-from zephon_mm.records import IndexedRecord, Piece, extents_of
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import IndexedRecord, Piece, extents_of
+from zephon_mm.packed import Sequence as PackedSequence
+from zephon_mm.records import ImageSlot, SampleRef
+
+
+class Pixels(NamedTuple):
+    """Images `[first, first + images)` of an array; where in it, in bytes."""
+
+    name: str
+    first: int
+    images: int
+    offset: int
+    size: int
+
 
 Arrays = Mapping[str, NDArray[Any]]
-Target = int | Text
-"""What of a batch a job writes: an image, by its number there, or the tokens of a piece."""
+Target = Pixels | Text
+"""What of a batch a job writes: the pixels of neighbouring images, or the tokens of a piece."""
+
+PARTS_A_JOB = 16
+"""Frames of a video that are decoded by one job: a job may decode from a key frame on again."""
 
 
 class Pending:
@@ -35,7 +57,9 @@ class Pending:
     would cost it 0.4 ms a batch.
     """
 
-    def __init__(self, group: Group, assembly: Assembly, arrays: Arrays, batch: Batch) -> None:
+    def __init__(
+        self, group: Group, assembly: Assembly, arrays: Arrays, batch: Batch, num_jobs: int
+    ) -> None:
         self.after = group.after
         self.assembly = assembly
         self.batch = batch
@@ -43,14 +67,19 @@ class Pending:
             "batches": 1,
             "sequences": len(group.sequences),
             "tokens": sum(sequence.num_tokens for sequence in group.sequences),
-            "images": len(assembly.images),
+            "images": len(assembly.media[PIXELS].slots),
+            "frames": len(assembly.media[VIDEO_PIXELS].slots),
+            "patches": sum(
+                slot.patches for media in assembly.media.values() for slot in media.slots
+            ),
             "documents": sum(len(sequence.pieces) for sequence in group.sequences),
+            **tally(group.sequences),
         }
-        self.failures: dict[int, Failure] = {}
+        self.failures: dict[tuple[str, int], Failure] = {}
         self.error: BaseException | None = None
         self.ready = threading.Event()
         self._arrays = arrays
-        self._jobs_left = len(assembly.images) + len(assembly.texts)
+        self._jobs_left = num_jobs
         self._lock = threading.Lock()
         if not self._jobs_left:
             self.ready.set()
@@ -71,9 +100,10 @@ class Pending:
                 elif result is not None:
                     self.assembly.write_text(self._arrays, target, result)
             elif isinstance(result, Failure):
-                self.failures[target] = result
+                self.failures[target.name, target.first] = result
             elif result is not None:
-                self._arrays["pixel_values"][target] = result
+                flat = self._arrays[target.name].reshape(-1)
+                flat[target.offset : target.offset + result.size] = result.reshape(-1)
         with self._lock:
             self._jobs_left -= len(results)
             self.error = self.error or error
@@ -93,7 +123,7 @@ class Decoding:
 
     Args:
         queue: Where tasks are submitted.
-        task_images: Images of a task; a text counts for a quarter of one.
+        task_images: Images or frames of a task; a text counts for a quarter of one.
     """
 
     def __init__(self, queue: TaskQueue, task_images: int) -> None:
@@ -103,15 +133,24 @@ class Decoding:
         self._owners: list[tuple[Pending, Target]] = []  # whose job each is, and what of it
         self._weight = self._due = 0
 
-    def add(self, pending: Pending, jobs: Sequence[tuple[Target, Job]], due: int) -> None:
-        """Take the jobs of batch number `due`; submit the tasks that they fill."""
+    def add(
+        self, pending: Pending, jobs: Sequence[tuple[Target, Job]], due: int, spare: int
+    ) -> None:
+        """Take the jobs of batch number `due`; submit the tasks that they fill.
+
+        Each task wakes threads that the images have driven out of the caches, so tasks grow, up to
+        fourfold, with the batches before this one that the consumer has yet to take, `spare`.
+        """
+        weight = sum(1 if isinstance(target, Text) else 4 * target.images for target, _ in jobs)
+        fair = weight * spare // (2 * self._queue.workers)
+        full = min(max(fair, self._full), 4 * self._full)
         for target, job in jobs:
             if not self._jobs:
                 self._due = due
             self._jobs.append(job)
             self._owners.append((pending, target))
-            self._weight += 1 if isinstance(job, TextJob) else 4
-            if self._weight >= self._full:
+            self._weight += 1 if isinstance(target, Text) else 4 * target.images
+            if self._weight >= full:
                 self.flush()
 
     def flush(self) -> None:
@@ -134,6 +173,23 @@ def _hand_out(owners: Sequence[tuple[Pending, Target]], task: "Future[list[Any]]
         pending.end(share, error)
 
 
+def tally(sequences: Sequence[PackedSequence]) -> dict[str, int]:
+    """Return how many rows, tokens and trained tokens come of each dataset, for `report.shares`."""
+    sums: dict[int, list[int]] = {}
+    for sequence in sequences:
+        for piece in sequence.pieces:
+            found = sums.setdefault(piece.record.ref.dataset, [0, 0, 0])
+            found[0] += piece.start == 0
+            found[1] += piece.num_tokens
+            found[2] += piece.num_valid_tokens
+    names = ("rows", "tokens", "trained_tokens")
+    return {
+        f"dataset.{number}.{name}": count
+        for number, found in sums.items()
+        for name, count in zip(names, found, strict=True)
+    }
+
+
 def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tuple[str, ...]:
     """Return the names of the samples in a sequence, in order."""
     refs = [piece.record.ref for piece in sequence.pieces]
@@ -141,7 +197,10 @@ def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tupl
 
 
 def jobs_of(
-    assembly: Assembly, sequences: Sequence[PackedSequence], base: int
+    assembly: Assembly,
+    sequences: Sequence[PackedSequence],
+    base: int,
+    numbers: Sequence[int],
 ) -> list[tuple[Target, Job]]:
     """Return what the workers write, sample by sample: they read one again for all of its jobs.
 
@@ -149,25 +208,49 @@ def jobs_of(
         assembly: Of the batch, its tokens filled.
         sequences: Its rows.
         base: The slab's offset in the arena; -1 for memory that the workers cannot reach.
+        numbers: The sequences' global ones.
     """
-    field = assembly.layout.fields["pixel_values"]
-    size = math.prod(field.shape[1:])
     texts = iter(assembly.texts)
-    image = 0
+    firsts = {PIXELS: 0, VIDEO_PIXELS: 0}
     jobs: list[tuple[Target, Job]] = []
-    for sequence in sequences:
+    for sequence, number in zip(sequences, numbers, strict=True):
         for piece in sequence.pieces:
             record = piece.record
             if isinstance(record, IndexedRecord):
                 text = next(texts)
                 jobs.append((text, _text_job(assembly, text, piece, base)))
-            first = sum(i.start < piece.start for i in record.images) if piece.start else 0
-            for number, slot in enumerate(piece.images(), start=first):
-                offset = -1 if base < 0 else base + field.offset + image * size
-                job = ImageJob(record.ref, slot.blob, offset, slot.shape, number)
-                jobs.append((image, job))
-                image += 1
+            for parts in together(piece.images()):
+                slot, name = parts[0], pixels_name(parts[0])
+                where = assembly.media[name].region(firsts[name], len(parts))
+                target = Pixels(name, firsts[name], len(parts), *where)
+                job = _image_job(assembly, record.ref, slot, target, base)
+                jobs.append((target, job._replace(sequence=number)))
+                firsts[name] += len(parts)
     return jobs
+
+
+def together(images: Iterable[ImageSlot]) -> Iterator[list[ImageSlot]]:
+    """Yield the images that one job writes: the tiles of a picture, neighbouring frames."""
+    parts: list[ImageSlot] = []
+    for image in images:
+        if parts and (image.part <= 0 or (image.video and len(parts) == PARTS_A_JOB)):
+            yield parts
+            parts = []
+        parts.append(image)
+    if parts:
+        yield parts
+
+
+def _image_job(
+    assembly: Assembly, ref: SampleRef, slot: ImageSlot, target: Pixels, base: int
+) -> ImageJob:
+    field = assembly.layout.fields[target.name]
+    offset = -1 if base < 0 else base + field.offset + target.offset
+    shape = slot.shape if slot.part < 0 else (target.images, *slot.shape)
+    first = max(slot.part, 0)
+    return ImageJob(
+        ref, slot.blob, offset, shape, slot.media, first, target.size, slot.video, slot.grid
+    )
 
 
 def _text_job(assembly: Assembly, text: Text, piece: Piece, base: int) -> TextJob:

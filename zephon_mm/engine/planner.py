@@ -9,16 +9,17 @@ Imports: engine.balance, engine.lanes, engine.order, records. Used by: engine.dr
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zephon_mm.engine.balance import Costs, costs_of, deal, in_order, straggler
 from zephon_mm.engine.lanes import Cursor, Lane, LanePlan
 from zephon_mm.engine.measuring import Measured, Measuring
+from zephon_mm.engine.mixing import MixingLane
 from zephon_mm.engine.order import Round, Topology, delivered_of_lane
 from zephon_mm.errors import CheckpointError, DataQualityError
 from zephon_mm.metrics import Metrics, skips
-from zephon_mm.records import Sequence as PackedSequence
+from zephon_mm.packed import Sequence as PackedSequence
 
 Wait = Callable[[Measured], None]
 """Blocks until measuring is done; the driver serves other requests meanwhile."""
@@ -128,6 +129,23 @@ class Planner:
             self._due += 1
             yield group
 
+    @property
+    def newest_window(self) -> int:
+        """The newest window that a lane may have begun; -1 where none has."""
+        known = [cursor.window for cursor in (self._start.cursors or {}).values()]
+        return max([-1, *known, *(lane.reading for lane in list(self._lanes.values()))])
+
+    def steer(self, agree: Callable[[int], Any]) -> None:
+        """Draw from now on from the source that `agree(newest_window)` returns; None changes none.
+
+        That source may differ in windows after the newest.
+        """
+        source = agree(self.newest_window)
+        if source is not None:
+            self._plan = replace(self._plan, source=source)
+            for lane in self._lanes.values():
+                lane.use(self._plan)
+
     def cursors(self, at: Position) -> dict[int, Cursor]:
         """Return the cursors that this rank knows at a position, planning on where it must.
 
@@ -154,6 +172,9 @@ class Planner:
         for number in self._needed(delivered):
             self._look_ahead(self._lane(number))
         while True:
+            if self._plan.omissions.skips(delivered):
+                delivered += group_size
+                continue
             numbers = list(self._topology.numbers(delivered))
             sequences = [
                 self._sequence(number % self.num_lanes, number // self.num_lanes)
@@ -192,7 +213,8 @@ class Planner:
                 return
             for end in (end for end in ends if end > planned):
                 after[end] = Position(delivered + end, turn.next_lane, tuple(counts))
-            yield from self._dealt_groups(step, after, dealt)
+            if not self._plan.omissions.skips(delivered):
+                yield from self._dealt_groups(step, after, dealt)
             delivered, dealt = delivered + left, ()
 
     def _completes(self, step: list[PackedSequence], left: int) -> bool:
@@ -326,7 +348,8 @@ class Planner:
                 "delivered: it is a part of one rank. Merge the parts of all ranks with "
                 "zephon_mm.checkpoint.merge_checkpoints, or take it with checkpoint(group=...)."
             )
-        lane: Lane = self._lane_type(
+        lane_type = MixingLane if self._plan.mix else self._lane_type
+        lane: Lane = lane_type(
             number,
             plan=self._plan,
             measure=self._measure,

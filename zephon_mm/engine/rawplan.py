@@ -70,6 +70,11 @@ class RawLane:
         self._windows: deque[WindowStart] = deque()
         self._begin_window()
 
+    @property
+    def reading(self) -> int:
+        """The window that is drawn next."""
+        return self._window
+
     def ready(self, index: int, count: int) -> int:
         """Return how many of `count` samples from `index` on there are: fewer at the lane's end."""
         while self._drawn < index + count and not self.exhausted:

@@ -55,6 +55,7 @@ class TaskQueue:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.workers = runner.workers
         self.slots = 4 * runner.workers
         self.runs_ahead = not isinstance(runner, InlineRunner)
         self._limits: dict[Callable[..., Any], int] = {}

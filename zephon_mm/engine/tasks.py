@@ -12,29 +12,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.batch import TOKEN_DTYPES, write_piece
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
-from zephon_mm.io import Dataset, read_blob
+from zephon_mm.io import Dataset, open_blob, read_blob
+from zephon_mm.measured import Measured
+from zephon_mm.ops.downscale import Downscale
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
+from zephon_mm.packed import parsed
+from zephon_mm.processors.augment import Augment, apply
 from zephon_mm.processors.documents import Schema, SchemaName, fields_of, schema_of, to_document
-from zephon_mm.protocols import ImageProcessor, Sample
-from zephon_mm.records import (
-    Blob,
-    Document,
-    Image,
-    MediaShape,
-    Record,
-    SampleRef,
-    Skip,
-    parsed,
-)
+from zephon_mm.protocols import ImageProcessor, Sample, VideoProcessor
+from zephon_mm.records import Blob, Document, MediaShape, Record, SampleRef, Skip, Video
 from zephon_mm.shm.arena import Arena
 
 RETRY_DELAYS_S = (0.05, 0.5, 2.0)
@@ -59,12 +54,17 @@ class Context:
     interleave: Interleave | Tokenize
     image_processor: ImageProcessor | None = None
     arena: Arena | None = None
+    video_processor: VideoProcessor | None = None
+    augment: Augment | None = None
 
 
 class ImageJob(NamedTuple):
-    """One image to write at `offset` of the arena; -1: return the array instead.
+    """An image, or parts of a video, to write at `offset` of the arena; -1: return the array.
 
-    Without a blob it is image `number` of the sample's document, which is read again.
+    Without a blob it is image or video `number` of the sample's document, which is read again.
+    `first` is the first part; `room` are the bytes of its place, zeroed beyond `shape`. `grid` is
+    what was measured. `sequence` is the global number of the sequence that it is delivered in: with
+    the sample it keys what happens to an image at random, another thing in each pass.
     """
 
     ref: SampleRef
@@ -72,6 +72,11 @@ class ImageJob(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     number: int = 0
+    first: int = 0
+    room: int = 0
+    video: bool = False
+    grid: tuple[int, ...] = ()
+    sequence: int = 0
 
 
 class TextJob(NamedTuple):
@@ -146,7 +151,8 @@ def measure(context: Context, refs: Iterable[Sequence[int]]) -> list[Record | Sk
     """
     wanted = [SampleRef(int(d), int(s), int(r)) for d, s, r in refs]
     samples = _samples(context, wanted)
-    return [_record(context, ref, sample) for ref, sample in zip(wanted, samples, strict=True)]
+    pairs = zip(wanted, samples, strict=True)
+    return Measured(_record(context, ref, sample) for ref, sample in pairs)
 
 
 def _samples(context: Context, wanted: Sequence[SampleRef]) -> list[Sample | SampleError]:
@@ -172,10 +178,7 @@ def _record(context: Context, ref: SampleRef, sample: Sample | SampleError) -> R
         if document is None:
             return Skip(ref, "filtered", f"{name}: dropped by the user", False)
 
-        def read(blob: Blob, size: int) -> bytes:
-            return persistently(partial(read_blob, dataset, blob, size), name)
-
-        return context.interleave.measure(ref, document, read)
+        return context.interleave.measure(ref, document, _Blobs(dataset, name))
     except SampleError as error:
         return Skip(ref, error.reason, f"{name}: {error.message}", True)
     except Exception as error:
@@ -192,6 +195,19 @@ def _document(context: Context, number: int, sample: Sample | SampleError) -> Do
             break
         document = operator.apply(document)
     return document
+
+
+class _Blobs(NamedTuple):
+    """The bytes of a sample's images and videos."""
+
+    dataset: Dataset
+    name: str
+
+    def read(self, blob: Blob, size: int) -> bytes:
+        return persistently(partial(read_blob, self.dataset, blob, size), self.name)
+
+    def open(self, blob: Blob) -> BinaryIO:
+        return persistently(partial(open_blob, self.dataset, blob), self.name)
 
 
 def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
@@ -240,50 +256,96 @@ def _write_image(
     context: Context, job: Any, document: Document | None = None
 ) -> Failure | NDArray[np.uint8] | None:
     """Decode an image; with a document, the image is its, and must have the shape that is known."""
-    processor = context.image_processor
-    assert processor is not None
     name = _name(context, job.ref)
-    blob = job.blob
-    if document is not None:
-        images = [segment for segment in document.segments if isinstance(segment, Image)]
-        blob = images[job.number].blob if job.number < len(images) else None
-        if blob is None:
-            raise _stale(context, job.ref, f"it has {len(images)} images")
+    blob = job.blob if document is None else _blob_again(context, job, document)
     shared = job.offset >= 0 and context.arena is not None
+    size = math.prod(job.shape)
+    room = max(job.room, size)
+    place = context.arena.view(job.offset, room) if shared else np.empty(room, dtype=np.uint8)  # type: ignore[union-attr]
+    out = place[:size].reshape(job.shape)
+    place[size:] = 0
     try:
-        encoded = persistently(partial(read_blob, context.datasets[job.ref.dataset], blob), name)
-        if document is not None:
-            _check_shape(context, job, encoded)
-        if shared:
-            out = context.arena.view(job.offset, math.prod(job.shape)).reshape(job.shape)  # type: ignore[union-attr]
-        else:
-            out = np.empty(job.shape, dtype=np.uint8)
-        processor.write(encoded, out)
+        write = _write_video if job.video else _write_picture
+        blobs = _Blobs(context.datasets[job.ref.dataset], name)
+        write(context, job, blobs, blob, out, document is not None)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
-    return None if shared else out
+    if shared:
+        return None
+    return place if room > size else out
 
 
-def _check_shape(context: Context, job: ImageJob, encoded: bytes) -> None:
-    """Raise a StaleIndexError unless an image's header says what the index does."""
-    assert context.image_processor is not None
+def _blob_again(context: Context, job: ImageJob, document: Document) -> Blob:
+    media = document.media
+    found = media[job.number] if job.number < len(media) else None
+    if found is None or isinstance(found, Video) != job.video:
+        raise _stale(context, job.ref, f"it has {len(media)} images and videos")
+    return found.blob
+
+
+def _write_picture(
+    context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
+) -> None:
+    processor = context.image_processor
+    assert processor is not None
+    encoded = blobs.read(blob, -1)
+    if check:
+        read, stage = partial(_first_bytes, encoded), context.interleave
+        again: Callable[[], MediaShape] = partial(processor.measure, read)
+        if isinstance(stage, Downscale):
+            again = partial(stage.version, read, tuple(job.shape))
+        _check_shape(context, job, again)
+    if context.augment is None:
+        processor.write(encoded, out)
+        return
+    drawn = context.augment.draw(*job.ref, job.number, job.sequence)
+    processor.write(encoded, out, change=partial(apply, drawn=drawn))  # type: ignore[call-arg]
+
+
+def _write_video(
+    context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
+) -> None:
+    assert context.video_processor is not None
+    if check:
+        with blobs.open(blob) as file:
+            _check_shape(context, job, partial(context.video_processor.measure, file))
+
+    def write() -> None:
+        with open_blob(blobs.dataset, blob) as file:
+            context.video_processor.write(file, job.first, out)  # type: ignore[union-attr]
+
+    persistently(write, blobs.name)
+
+
+def _first_bytes(encoded: bytes, size: int) -> bytes:
+    return encoded[:size] if size >= 0 else encoded
+
+
+def _check_shape(context: Context, job: ImageJob, measure: Callable[[], MediaShape]) -> None:
+    """Raise a StaleIndexError unless a header says what the index does."""
     try:
-        found = context.image_processor.measure(lambda n: encoded[:n] if n >= 0 else encoded)
+        found = measure()
     except SampleError as error:
         raise _stale(context, job.ref, error.message) from error
-    if tuple(found.shape) != tuple(job.shape):
+    shape = tuple(job.shape)[1:] if found.parts else tuple(job.shape)
+    if (tuple(found.shape), tuple(found.grid)) != (shape, tuple(job.grid)):
         raise _stale(context, job.ref, f"an image gives {found.shape}, the index has {job.shape}")
 
 
 def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[Any]] | None:
     """Tokenize a sample again and write the tokens of a piece of it."""
     images, trained, uncut = parsed(np.frombuffer(job.extents, dtype=np.int32).tolist())
-    num_images = sum(isinstance(segment, Image) for segment in document.segments)
-    if num_images != len(images):
-        raise _stale(context, job.ref, f"it has {num_images} images, the index has {len(images)}")
-    shapes = [MediaShape(image.num_tokens, image.shape) for image in images]
+    dataset, name = context.datasets[job.ref.dataset], _name(context, job.ref)
+    known: list[MediaShape | None] = [  # the texts of several parts are not in the index
+        None if image.part == 0 else MediaShape(image.num_tokens, image.shape, (), image.grid)
+        for image in images
+        if image.part <= 0
+    ]
+    num_media = len(document.media)
+    if num_media != len(known):
+        raise _stale(context, job.ref, f"it has {num_media} images, the index has {len(known)}")
     try:
-        record = context.interleave.measure(job.ref, document, _read_nothing, shapes)
+        record = context.interleave.measure(job.ref, document, _Blobs(dataset, name), known)
     except SampleError as error:
         raise _stale(context, job.ref, error.message) from error
     starts = [image.start for image in record.images]
@@ -301,10 +363,6 @@ def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[
     arrays = [context.arena.view(at, size * kind.itemsize).view(kind) for at, kind in places]
     write_piece(record, job.start, job.stop, job.segment, arrays)
     return None
-
-
-def _read_nothing(blob: Blob, size: int) -> bytes:
-    raise AssertionError("the shapes of all images are known")
 
 
 def _stale(context: Context, ref: SampleRef, found: str) -> StaleIndexError:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zephon_mm.records import Document, Sequence
+from zephon_mm.packed import Sequence
+from zephon_mm.records import Document
 
 
 class DocumentOp(Protocol):

@@ -1,10 +1,11 @@
 """Pack records into sequences of a fixed length, from integers alone.
 
 Laws (tests/ops/test_pack.py holds one test for each):
-    1. No sequence exceeds `max_length` tokens or `max_images` images.
-    2. Every record lands exactly once, or is reported; `flush` leaves nothing.
+    1. No sequence exceeds `max_length` tokens, `max_images` images or `max_patches` patches.
+    2. Every record lands exactly once, whole or cut by the declared policy, or is reported; `flush`
+       leaves nothing.
     3. Sequences depend on the order of `push` alone. Inside a sequence, pieces keep that order.
-    4. `wrap` never cuts inside an `uncut` range: an image stays with its start and end tokens.
+    4. Nothing cuts inside an `uncut` range: an image stays with its start and end tokens.
 
 `best_fit` holds records sorted by length, up to half of those that came and at most `lookahead`,
 so that the first sequence does not wait for a full buffer. Over that it builds one sequence: a
@@ -14,39 +15,47 @@ hardest to place. Where a gap remains, as among nearly equal lengths, the first 
 shortest instead, which are then exchanged for longer ones. At the flush the longest always comes
 first: that is first-fit-decreasing over all that is held.
 
-Seen: sequences of offline best-fit-decreasing / of this, to 4,096 tokens, in windows of 2,048 and
-16,384 records: 0.9995, 0.9982 for lengths log-uniform in 40..3000; 0.9983, 0.9970 uniform; 0.9992,
-0.9989 for a mix of text and images; 1.037, 1.037 for 731 tokens of image with a caption of 20..120.
+With `max_patches` it takes what uses both capacities evenly (`ops.choose.evenly`): the longest
+first would use up the texts, and leave pictures that run out of patches in half empty sequences.
+`knapsack` is the same, but where a gap remains it searches for the set that fills best.
 
-Cost: O(log lookahead) comparisons a record; 240,000 to 520,000 records/s seen. Holds no payload.
+Seen: sequences of offline best-fit-decreasing / of `best_fit`, to 4,096 tokens, in windows of 2,048
+and 16,384 records: 0.9995, 0.9982 for lengths log-uniform in 40..3000; 0.9983, 0.9970 uniform;
+0.9992, 0.9989 for a mix of text and images; 1.037, 1.037 for 731 tokens of image with a caption of
+20..120. With two budgets, and for `knapsack`, see benchmarks/README.md.
 
-Imports: errors, records. Used by: engine, pipeline.
+Cost: O(log lookahead) comparisons a record; 240,000 to 520,000 records/s seen. With `max_patches`
+20 us a record. `knapsack` 10 to 30 us a record, with `max_patches` 90 to 140 us. Holds no payload.
+
+Imports: errors, records, tables, ops.{choose, fit, inorder}. Used by: stages, builder.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from zephon_mm.errors import ConfigError
-from zephon_mm.records import AnyRecord, Block, Piece, Policy, Sequence
-from zephon_mm.tables import check_types
+import numpy as np
 
-Report = Callable[[str, AnyRecord], None]
-"""`report(reason, record)`: a record was dropped (`overlong`, `too_many_images`) or `truncated`."""
+from zephon_mm.errors import ConfigError
+from zephon_mm.ops.choose import evenly, fullest
+from zephon_mm.ops.fit import NO_LIMIT, Report, Room, ignore, pieces_of
+from zephon_mm.ops.inorder import KeepPacker, WrapPacker
+from zephon_mm.packed import AnyRecord, Block, Piece, Sequence
+from zephon_mm.records import Policy
+from zephon_mm.tables import check_types
 
 # A key sorts by length, then by arrival, first one last: (length << _BITS) + (_MASK - arrival).
 _BITS = 40
 _MASK = (1 << _BITS) - 1
-_NO_LIMIT = 1 << 62
 _MIN_RECORDS = 16  # held before the first sequence closes,
 _MIN_HELD = 4  # as are this many sequences' worth of tokens
-_GAP_SHIFT = 6  # a gap above 1/64 of a sequence is worth a second try
+_CANDIDATES = 64  # records that a knapsack is filled from
 
-
-def ignore(reason: str, record: AnyRecord) -> None:
-    """Report nothing."""
+LOOKAHEAD = 4096
+Algorithm = Literal["best_fit", "knapsack", "wrap"]
+Order = Literal["any", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,84 +64,119 @@ class PackConfig:
 
     Args:
         max_length: Tokens of a sequence, at least 1.
-        algorithm: `best_fit` keeps documents whole, `wrap` cuts them between images.
+        algorithm: `best_fit` and `knapsack` keep documents whole, `wrap` cuts them between images.
         max_images: Images of a sequence; None for no limit.
-        overlong: What happens to a document that no sequence can hold.
-        lookahead: Records that `best_fit` chooses from; more pad less and wait longer.
+        overlong: What happens to a document that no sequence can hold: `drop`; `truncate` to
+            `max_length`; `split` at the borders of images and texts; or `downscale`, which makes
+            its images smaller until it fits, and drops it where they cannot be small enough.
+        lookahead: Records that are chosen from; more pad less and wait longer.
+        max_patches: Patches of a sequence, as the vision encoder takes them; None for no limit.
+        order: `keep` fills each sequence with the documents that come next, and pads more.
     """
 
     max_length: int
-    algorithm: Literal["best_fit", "wrap"] = "best_fit"
+    algorithm: Algorithm = "best_fit"
     max_images: int | None = None
     overlong: Policy = "drop"
-    lookahead: int = 4096
+    lookahead: int = LOOKAHEAD
+    max_patches: int | None = None
+    order: Order = "any"
 
     def __post_init__(self) -> None:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         check_types(PackConfig, "pack", **values)
-        for name in ("max_length", "lookahead"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"pack: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_length", "lookahead", "max_patches"):
+            if values[name] is not None and values[name] < 1:
+                raise ConfigError(f"pack: {name} must be at least 1, got {values[name]}")
         if self.max_images is not None and self.max_images < 0:
             raise ConfigError(f"pack: max_images must be None or >= 0, got {self.max_images}")
+        if self.algorithm == "knapsack" and self.order == "keep":
+            raise ConfigError("pack: algorithm='knapsack' chooses documents, order='keep' does not")
+
+    @property
+    def room(self) -> Room:
+        """What a sequence holds."""
+        limits = (NO_LIMIT if one is None else one for one in (self.max_images, self.max_patches))
+        return Room(self.max_length, *limits)
 
 
 def make_packer(config: PackConfig, report: Report = ignore) -> "BestFitPacker | WrapPacker":
     """Return a new packer for one window."""
-    return (BestFitPacker if config.algorithm == "best_fit" else WrapPacker)(config, report)
+    room = config.room
+    if config.algorithm == "wrap" or config.order == "keep":
+        ordered = WrapPacker if config.algorithm == "wrap" else KeepPacker
+        return ordered(room, config.overlong, report)
+    kind = BestFitPacker if config.algorithm == "best_fit" else KnapsackPacker
+    return kind(room, config.overlong, report, config.lookahead)
 
 
 class BestFitPacker:
     """Packs whole documents, nearly as tightly as if all were known.
 
     Args:
-        config: Limits and policies.
-        report: Told of every record that is dropped or truncated.
+        room: What a sequence holds.
+        policy: What happens to a document that is more.
+        report: Told of every record that is dropped or cut.
+        lookahead: Records that are held at most.
     """
 
-    def __init__(self, config: PackConfig, report: Report = ignore) -> None:
-        self._config = config
+    _gap_shifts = 6, 6  # a gap above 1/64 is worth a second try, without and with `max_patches`
+
+    def __init__(self, room: Room, policy: Policy, report: Report, lookahead: int) -> None:
+        self._room = room
+        self._max_length = room.tokens
+        self._gap = room.tokens >> self._gap_shifts[room.patches != NO_LIMIT]
+        self._limited = room[1:] != (NO_LIMIT, NO_LIMIT)
+        self._weights = (1.0, 0.0)  # what a token and a patch are worth
+        self._policy: Policy = policy
         self._report = report
-        self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
+        self._lookahead = lookahead
         self._keys: list[int] = []  # ascending
         self._sizes: list[int] = []  # by arrival: tokens of what is held, else 0
+        self._images, self._patches = array("q"), array("q")  # by arrival, of pieces
         self._oldest = 0  # no arrival before it is held
         self._tokens = 0  # of all that is held
         self._oldest_first = True
         # Records by arrival: block n has those from starts[n] on, at arrival - offsets[n].
-        self._blocks: list[Block | Values[AnyRecord]] = []
+        self._blocks: list[Block | Values[Piece]] = []
         self._starts: list[int] = []
         self._offsets: list[int] = []
 
     def push(self, record: AnyRecord) -> list[Sequence]:
-        """Place one record; return the sequence that closes, if any."""
-        size = record.num_tokens
-        if size > self._config.max_length or record.num_images > self._max_images:
-            size = fit_one(record, self._config, self._report)
-        if not size:
-            return []
-        self._begin([record], 0)
-        closed = self._add(size)
-        return [] if closed is None else [closed]
+        """Place one record; return the sequences that close, usually none."""
+        closed = []
+        for piece in pieces_of(record, self._room, self._policy, self._report):
+            self._begin([piece], 0)
+            if self._limited:
+                self._images.append(piece.num_images)
+                self._patches.append(piece.num_patches)
+            if (sequence := self._add(piece.num_tokens)) is not None:
+                closed.append(sequence)
+        return closed
 
     def push_block(self, block: Block, start: int, stop: int) -> list[Sequence]:
         """Place the rows `[start, stop)` of a block, all of them records; return what closes."""
         closed = []
-        max_length, max_images = self._config.max_length, self._max_images
+        max_length, max_images, max_patches = self._room
+        limited = self._limited
         self._begin(block, start)
         for row in range(start, stop):
             size = block.num_tokens[row]
-            if size > max_length or block.num_images[row] > max_images:
-                record: Any = block[row]
-                size = fit_one(record, self._config, self._report)
-                if not size:
-                    self._begin(block, row + 1)
-                    continue
-            if (sequence := self._add(size)) is not None:
+            if limited:
+                images, patches = block.num_images[row], block.num_patches[row]
+                if images > max_images or patches > max_patches:
+                    size = NO_LIMIT
+                elif size <= max_length:
+                    self._images.append(images)
+                    self._patches.append(patches)
+            if size > max_length:
+                closed += self.push(block[row])
+                self._begin(block, row + 1)
+            elif (sequence := self._add(size)) is not None:
                 closed.append(sequence)
         return closed
 
-    def _begin(self, block: Block | Values[AnyRecord], row: int) -> None:
+    def _begin(self, block: Block | Values[Piece], row: int) -> None:
         """Take a block whose row `row` arrives next."""
         self._blocks.append(block)
         self._starts.append(len(self._sizes))
@@ -144,10 +188,10 @@ class BestFitPacker:
         self._sizes.append(size)
         self._tokens += size
         # Below a few sequences' worth of tokens even the best choice fills badly.
-        if self._tokens < _MIN_HELD * self._config.max_length:
+        if self._tokens < _MIN_HELD * self._max_length:
             return None
         held = len(self._keys)
-        if held <= _MIN_RECORDS + len(self._sizes) // 2 and held <= self._config.lookahead:
+        if held <= _MIN_RECORDS + len(self._sizes) // 2 and held <= self._lookahead:
             return None
         self._oldest_first = not self._oldest_first
         return self._close(self._take_oldest() if self._oldest_first else self._keys.pop())
@@ -162,11 +206,14 @@ class BestFitPacker:
     def _close(self, first: int) -> Sequence:
         """Build the best sequence that contains a record, whose key is taken already."""
         taken, free = self._fill(first)
-        if self._keys and free > self._config.max_length >> _GAP_SHIFT:
+        if self._keys and free > self._gap:
             for key in taken:
                 insort(self._keys, key)
-            mixed = self._fill_mixed(first, free)
-            taken = self._fill(first)[0] if mixed is None else mixed
+            other = self._second(first)
+            if self._worth([first, *other]) > self._worth([first, *taken]):
+                taken = other
+            for key in taken:
+                del self._keys[bisect_left(self._keys, key)]
         arrivals = sorted([_MASK - (key & _MASK) for key in (first, *taken)])
         self._tokens -= (first >> _BITS) + sum([key >> _BITS for key in taken])
         rows: list[Any] = []
@@ -186,19 +233,21 @@ class BestFitPacker:
         number = bisect_right(self._starts, arrival) - 1
         block = self._blocks[number]
         if type(block) is list:
-            self._blocks[number] = ()  # its one record may go
+            self._blocks[number] = ()  # its one piece may go
         size, self._sizes[arrival] = self._sizes[arrival], 0
         return block, arrival - self._offsets[number], size
 
     def _fill(self, first: int) -> tuple[list[int], int]:
         """Take the longest that fits beside `first`, again and again; return keys, free tokens."""
-        keys = self._keys
-        free = self._config.max_length - (first >> _BITS)
-        images_left = self._max_images - self._num_images(first)
+        if self._room.patches != NO_LIMIT:
+            return self._fill_evenly(first)
+        keys, limited = self._keys, self._room.images != NO_LIMIT
+        free = self._max_length - (first >> _BITS)
+        images_left = self._beside([first]).images if limited else NO_LIMIT
         taken: list[int] = []
         at = bisect_left(keys, (free + 1) << _BITS) - 1
         while at >= 0:
-            num_images = self._num_images(keys[at])
+            num_images = self._images[_MASK - (keys[at] & _MASK)] if limited else 0
             if num_images <= images_left:
                 images_left -= num_images
                 taken.append(keys.pop(at))
@@ -206,13 +255,24 @@ class BestFitPacker:
             at = min(at, bisect_left(keys, (free + 1) << _BITS)) - 1
         return taken, free
 
-    def _fill_mixed(self, first: int, worse_free: int) -> list[int] | None:
-        """Take as many of the shortest as fit beside `first`, exchanged for longer ones.
+    def _fill_evenly(self, first: int) -> tuple[list[int], int]:
+        """Take what uses both capacities evenly, the scarce one first; as `_fill`."""
+        held = np.array(self._keys, dtype=np.int64)
+        arrivals = _MASK - (held & _MASK)
+        loads = [np.frombuffer(one, np.int64)[arrivals] for one in (self._images, self._patches)]
+        room, left = self._room, self._beside([first])
+        # How many sequences' worth of each is held, for each token and patch of a sequence.
+        shares = self._tokens / room.tokens, int(loads[1].sum()) / room.patches
+        self._weights = shares[0] / room.tokens, shares[1] / room.patches
+        squares = self._weights[0] / room.tokens, self._weights[1] / room.patches
+        taken = held[evenly(np.stack((held >> _BITS, *loads)), left, squares)].tolist()
+        for key in taken:
+            del self._keys[bisect_left(self._keys, key)]
+        return taken, self._beside([first, *taken]).tokens
 
-        Returns:
-            The keys taken; None, with nothing taken, if that leaves `worse_free` or more.
-        """
-        free = self._config.max_length - (first >> _BITS)
+    def _second(self, first: int) -> list[int]:
+        """Return as many of the shortest as fit beside `first`, exchanged for longer ones."""
+        free = self._max_length - (first >> _BITS)
         count = 0
         while count < len(self._keys) and self._keys[count] >> _BITS <= free:
             free -= self._keys[count] >> _BITS
@@ -228,114 +288,38 @@ class BestFitPacker:
                 free -= (taken[-1] >> _BITS) - size
             else:
                 taken.append(short)
-        num_images = sum(map(self._num_images, (first, *taken)))
-        if free >= worse_free or num_images > self._max_images:
-            return None
-        self._keys = keys
         return taken
 
-    def _num_images(self, key: int) -> int:
-        """Return the images of a held record; 0 where there is no limit, to save the look-up."""
-        if self._max_images == _NO_LIMIT:
-            return 0
-        arrival = _MASK - (key & _MASK)
-        number = bisect_right(self._starts, arrival) - 1
-        record: Any = self._blocks[number][arrival - self._offsets[number]]
-        return Piece(record, 0, key >> _BITS).num_images
+    def _beside(self, keys: list[int]) -> Room:
+        """Return the room that is left beside records; below 0 where they are too many."""
+        tokens = self._room.tokens - sum([key >> _BITS for key in keys])
+        if not self._limited:
+            return Room(tokens)
+        arrivals = [_MASK - (key & _MASK) for key in keys]
+        images = self._room.images - sum([self._images[at] for at in arrivals])
+        patches = self._room.patches - sum([self._patches[at] for at in arrivals])
+        return Room(tokens, images, patches)
+
+    def _worth(self, keys: list[int]) -> float:
+        """Return what records in one sequence are worth; -1 where they are too many."""
+        left, room = self._beside(keys), self._room
+        used = room.tokens - left.tokens, room.patches - left.patches
+        return self._weights[0] * used[0] + self._weights[1] * used[1] if min(left) >= 0 else -1.0
 
 
-class WrapPacker:
-    """Fills every sequence by cutting documents, but never an image.
+class KnapsackPacker(BestFitPacker):
+    """As `BestFitPacker`, but where that leaves a gap the best set is searched for."""
 
-    Args:
-        config: Limits and policies.
-        report: Told of every record that is dropped or truncated.
-    """
+    # One budget: to fill smaller gaps takes the short documents that are needed later.
+    _gap_shifts = 8, 62
 
-    def __init__(self, config: PackConfig, report: Report = ignore) -> None:
-        self._config = config
-        self._report = report
-        self._max_images = _NO_LIMIT if config.max_images is None else config.max_images
-        self._open: list[Piece] = []
-        self._free = config.max_length
-        self._images_left = self._max_images
-
-    def push(self, record: AnyRecord) -> list[Sequence]:
-        """Append one record; return the sequences that it fills."""
-        end = self._cuttable(record)
-        start = 0
-        closed = []
-        while start < end:
-            stop = self._cut(record, start, end)
-            if stop > start:
-                piece = Piece(record, start, stop)
-                self._open.append(piece)
-                self._free -= stop - start
-                if self._max_images != _NO_LIMIT:
-                    self._images_left -= piece.num_images
-                start = stop
-            if start < end or not self._free:
-                closed += self.flush()
-        return closed
-
-    def flush(self) -> list[Sequence]:
-        """Return the open sequence, if it holds anything."""
-        pieces, self._open = tuple(self._open), []
-        self._free = self._config.max_length
-        self._images_left = self._max_images
-        return [Sequence(pieces)] if pieces else []
-
-    def _cuttable(self, record: AnyRecord) -> int:
-        """Return how many tokens of a record can be placed; 0 if it is dropped."""
-        if record.num_images and not self._max_images:
-            self._report("too_many_images", record)
-            return 0
-        max_length = self._config.max_length
-        for start, stop in record.uncut:
-            if stop - start > max_length:
-                useful = self._config.overlong == "truncate" and is_useful(record, start)
-                self._report("truncated" if useful else "overlong", record)
-                return start if useful else 0
-        return record.num_tokens
-
-    def _cut(self, record: AnyRecord, start: int, end: int) -> int:
-        """Return where the piece from `start` that fits the open sequence stops."""
-        stop = min(end, start + self._free)
-        images_left = self._images_left
-        for first, last in record.uncut:
-            if first < start:
-                continue
-            if first >= stop:
-                break
-            if last > stop or not images_left:
-                return first
-            images_left -= 1
-        return stop
-
-
-def fit_one(record: AnyRecord, config: PackConfig, report: Report) -> int:
-    """Apply the overlong policy to a record that no sequence can hold; report what happened.
-
-    Returns:
-        Tokens of the longest beginning that one sequence can hold and that has a trained token; 0
-        if the record is dropped.
-    """
-    stop = min(record.num_tokens, config.max_length)
-    for first, last in record.uncut:
-        if first < stop < last:
-            stop = first
-    piece = Piece(record, 0, stop)
-    if stop < record.num_tokens and (config.overlong == "drop" or not is_useful(record, stop)):
-        report("overlong", record)
-        return 0
-    if config.max_images is not None and piece.num_images > config.max_images:
-        report("too_many_images", record)
-        return 0
-    if stop < record.num_tokens:
-        report("truncated", record)
-    return stop
-
-
-def is_useful(record: AnyRecord, stop: int) -> bool:
-    """Return whether the first `stop` tokens of a record have one to train on."""
-    return any(first < stop for first, _ in record.trained_runs)
+    def _second(self, first: int) -> list[int]:
+        """Return the best set of some of the records beside `first`: the longest, others evenly."""
+        room = self._beside([first])
+        fits = self._keys[: bisect_left(self._keys, (room.tokens + 1) << _BITS)]
+        half, limited = _CANDIDATES // 2, self._room.patches != NO_LIMIT
+        some = fits[: -half - 1 : -1] + fits[-half - 1 :: -max(1, len(fits) // half)]
+        sizes = [key >> _BITS for key in some]
+        loads = [self._patches[_MASK - (key & _MASK)] if limited else 0 for key in some]
+        chosen = fullest(sizes, loads, (room.tokens, room.patches), self._weights)
+        return [some[number] for number in chosen]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zephon_mm.errors import SampleError
-from zephon_mm.ops.interleave import Interleave, ReadBlob
+from zephon_mm.ops.interleave import BlobSource, Interleave
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, Record, SampleRef, Text
@@ -50,14 +50,14 @@ class Tokenize:
         return Document((Text(value),), str(sample.get("__key__", "")))
 
     def measure(
-        self, ref: SampleRef, document: Document, read: ReadBlob, known: Any = None
+        self, ref: SampleRef, document: Document, blobs: BlobSource, known: Any = ()
     ) -> Record:
         """Return the record of a document of text.
 
         Raises:
             SampleError: The text gives no tokens.
         """
-        return Interleave(self.tokenizer, None, eos=self.eos).measure(ref, document, read)
+        return Interleave(self.tokenizer, None, eos=self.eos).measure(ref, document, blobs)
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Return everything that records depend on, JSON-serialisable."""

@@ -5,11 +5,12 @@ Laws:
        the tokenizer has. A token that we use for control counts as special even if its file forgot.
     2. Two tokenizers with equal contents have equal fingerprints, wherever they are stored.
     3. Nothing is cut, padded or added: truncation, padding and start tokens in a file are off.
+    4. A conversation is tokenised once, as a whole; of each token it is known where it begins.
 
 Cost: that of the Rust `tokenizers` library, plus one set test per text. Workers get the tokenizer
 as its JSON text and never import transformers, which costs up to a second; only a hub id does.
 
-Imports: errors. Used by: ops.interleave, ops.tokenize, pipeline.
+Imports: errors, processors.template. Used by: ops.interleave, ops.tokenize, builder.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any, Self
 from tokenizers import AddedToken, Tokenizer
 
 from zephon_mm.errors import ConfigError
+from zephon_mm.processors.template import CONTROL, MEDIA, ChatTemplate
 
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
@@ -33,6 +35,7 @@ _IMAGE_NAMES = (
     "<IMG_CONTEXT>",
     "[IMG]",
 )
+_VIDEO_NAMES = ("<|video_pad|>", "<video>", "<|video|>")
 _IMAGE_BOUNDS = (
     ("<|vision_start|>", "<|vision_end|>"),
     ("<|begin_of_image|>", "<|end_of_image|>"),
@@ -53,16 +56,20 @@ class TextTokenizer:
         pad_id: The padding token, else the end token, else 0.
         image_id: The image placeholder, or None; `start_id` and `end_id` stand around a run of
             placeholders where the vocabulary has such tokens.
+        video_id: The placeholder of videos; that of images where the vocabulary has no other.
         vocab_size: Ids are in [0, vocab_size).
+        chat_template: The Jinja text that is stored with it, or None.
     """
 
     bos_ids: tuple[int, ...]
     eos_id: int | None
     pad_id: int
     image_id: int | None
+    video_id: int | None
     start_id: int | None
     end_id: int | None
     vocab_size: int
+    chat_template: str | None
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class TextTokenizer:
         image_token: str | None = None,
         image_start: str | None = None,
         image_end: str | None = None,
+        video_token: str | None = None,
         eos: bool | str = True,
     ) -> None:
         self._tokenizer = tokenizer
@@ -80,6 +88,8 @@ class TextTokenizer:
         tokenizer.no_padding()
         self.eos_id = self._resolve_eos(names, eos)
         self.image_id = self._named(image_token, "image_token", self._first(_IMAGE_NAMES))
+        video_id = self._first(_VIDEO_NAMES)
+        self.video_id = self._named(video_token, "video_token", video_id)
         start_id, end_id = self._default_bounds()
         self.start_id = self._named(image_start, "image_start", start_id)
         self.end_id = self._named(image_end, "image_end", end_id)
@@ -88,7 +98,19 @@ class TextTokenizer:
         pad = self._first((_content(names.get("pad_token")), *_PAD_NAMES))
         self.pad_id = next(i for i in (pad, self.eos_id, 0) if i is not None)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._protect([self.eos_id, self.image_id, self.start_id, self.end_id, *self.bos_ids])
+        control = (self.eos_id, self.image_id, self.video_id, self.start_id, self.end_id)
+        self._protect([*control, *self.bos_ids])
+        if self.video_id is None:
+            self.video_id = self.image_id
+        self.chat_template = _default_template(names.get("chat_template"))
+        self._texts = {
+            "bos_token": self._text(self.bos_ids),
+            "eos_token": self._text([self.eos_id]),
+        }
+        for name, token in names.items():
+            if name.endswith("_token") and isinstance(token, str | Mapping):
+                self._texts[name] = str(_content(token))
+        self._marked: tuple[Tokenizer, dict[int, int]] | None = None
 
     @classmethod
     def load(
@@ -98,6 +120,7 @@ class TextTokenizer:
         image_token: str | None = None,
         image_start: str | None = None,
         image_end: str | None = None,
+        video_token: str | None = None,
         eos: bool | str = True,
     ) -> Self:
         """Return the tokenizer that `spec` names.
@@ -108,6 +131,7 @@ class TextTokenizer:
             image_token: The placeholder's name; None looks for the usual ones.
             image_start: The token before a run of placeholders; None looks for the usual ones.
             image_end: The token after it.
+            video_token: The placeholder's name; None looks for the usual ones.
             eos: Whether an end token is needed, or its name.
 
         Raises:
@@ -120,6 +144,7 @@ class TextTokenizer:
             image_token=image_token,
             image_start=image_start,
             image_end=image_end,
+            video_token=video_token,
             eos=eos,
         )
 
@@ -134,6 +159,48 @@ class TextTokenizer:
         if self._special.isdisjoint(ids):
             return ids
         return self._respell(text, ids, encoding.offsets)
+
+    def control(self, text: str) -> list[int]:
+        """Return the ids of a text that the program wrote: `<...>` is one token if there is one."""
+        ids: list[int] = []
+        for piece in filter(None, re.split(r"(<[^<>]*>)", text)):
+            known = self._tokenizer.token_to_id(piece)
+            ids += self.encode(piece) if known is None else [known]
+        return ids
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a conversation, -1 for each image or video, and where each begins.
+
+        Args:
+            text: As in `processors.template.Rendered`.
+        """
+        self._marked = self._marked or self._with_marks()
+        tokenizer, known = self._marked
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        starts = [start for start, _ in offsets]
+        odd = [at for at, token in enumerate(ids) if token in known or token in self._special]
+        for at in reversed(odd):
+            token, (start, stop) = ids[at], offsets[at]
+            if token in known:
+                found = [known[token]]
+            else:  # text that spells a special token, in a model that looks whole words up
+                found = self._respell(text[start:stop], [token], [(0, stop - start)])
+            ids[at : at + 1] = found
+            starts[at : at + 1] = [start] * len(found)
+        return ids, starts
+
+    def chat(
+        self, source: str, train_on: tuple[str, ...], variables: Mapping[str, Any]
+    ) -> ChatTemplate:
+        """Return a template that knows this tokenizer's control tokens; arguments as there."""
+        start, image, video, end = (
+            re.escape(self._text([token]))
+            for token in (self.start_id, self.image_id, self.video_id, self.end_id)
+        )
+        placeholder = f"(?:{start})?(?:{image}|{video})(?:{end})?" if image else "(?!)"
+        control = tuple(self._text([token]) for token in sorted(self._special))
+        return ChatTemplate(source, control, placeholder, {**self._texts, **variables}, train_on)
 
     def require_image_id(self) -> int:
         """Return the image placeholder.
@@ -156,7 +223,7 @@ class TextTokenizer:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokenizer": None, "_json": self._to_json()}
+        return {**self.__dict__, "_tokenizer": None, "_marked": None, "_json": self._to_json()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -167,6 +234,27 @@ class TextTokenizer:
         if self._json is None:
             self._json = self._tokenizer.to_str()
         return self._json
+
+    def _text(self, ids: Iterable[int | None]) -> str:
+        return "".join(str(self._tokenizer.id_to_token(one)) for one in ids if one is not None)
+
+    def _with_marks(self) -> tuple[Tokenizer, dict[int, int]]:
+        """Return a tokenizer that takes special tokens between marks only, and its id -> ours.
+
+        It shares the model, which is nearly all of it.
+        """
+        marked = Tokenizer(self._tokenizer.model)
+        marked.normalizer = self._tokenizer.normalizer
+        marked.pre_tokenizer = self._tokenizer.pre_tokenizer
+        known = {MEDIA: -1}
+        tokens = [AddedToken(MEDIA, normalized=False)]
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            name = f"{CONTROL}{added.content}{CONTROL}" if added.special else added.content
+            known[name] = token
+            flags = {flag: getattr(added, flag) for flag in ("lstrip", "rstrip", "normalized")}
+            tokens.append(AddedToken(name, single_word=added.single_word, **flags))
+        marked.add_tokens(tokens)
+        return marked, {int(marked.token_to_id(name)): at for name, at in known.items()}  # type: ignore[arg-type]  # each was added
 
     def _first(self, names: Iterable[str | None]) -> int | None:
         found = (self._tokenizer.token_to_id(name) for name in names if name)
@@ -256,6 +344,13 @@ def _content(token: Any) -> str | None:
     return None if token is None else str(token)
 
 
+def _default_template(value: Any) -> str | None:
+    """Return the template for all uses, of one or several with names."""
+    if isinstance(value, list):
+        value = {one["name"]: one["template"] for one in value}
+    return value.get("default") if isinstance(value, Mapping) else value
+
+
 def _open(spec: Any) -> tuple[Tokenizer, Mapping[str, Any]]:
     """Return an own copy of the tokenizer and what its configuration says of special tokens."""
     if isinstance(spec, Tokenizer):
@@ -278,7 +373,7 @@ def _open(spec: Any) -> tuple[Tokenizer, Mapping[str, Any]]:
             f"tokenizer {type(spec).__name__} has no fast backend. Use a folder with "
             "tokenizer.json, a hub id, a fast tokenizer of transformers, or a tokenizers.Tokenizer."
         )
-    fields = ("eos_token", "bos_token", "pad_token", "add_bos_token")
+    fields = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "chat_template")
     names = {field: getattr(spec, field, None) for field in fields}
     return Tokenizer.from_str(backend.to_str()), names
 
@@ -295,10 +390,13 @@ def _read(file: Path) -> Tokenizer:
 
 def _read_names(folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for name in ("config.json", "special_tokens_map.json", "tokenizer_config.json"):
+    configurations = ("config.json", "special_tokens_map.json", "tokenizer_config.json")
+    for name in (*configurations, "chat_template.json"):
         file = folder / name
         if file.is_file():
             names.update(json.loads(file.read_text(encoding="utf-8")))
+    if (file := folder / "chat_template.jinja").is_file():
+        names["chat_template"] = file.read_text(encoding="utf-8")
     return names
 
 

@@ -1,0 +1,170 @@
+"""Weights that a callback chose: kept in states, replayed by any topology, and nobody is asked."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fixtures.memory import Recipe, digests, take
+from tests.laws.test_distributed import torchrun, union
+from zephon_mm.checkpoint import merge_checkpoints
+from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.work import StaticMixtureWorkSource
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* ranks on .* lanes measure each sample"),
+    pytest.mark.filterwarnings("ignore:a shuffle buffer of .* never fills"),
+]
+drawn_runs = settings(
+    max_examples=15,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+HALVES, FIRST, SECOND = {"a": 1, "b": 1}, {"a": 1, "b": 0}, {"a": 0, "b": 1}
+
+
+@pytest.fixture(scope="module")
+def base(recipe: Recipe) -> Recipe:
+    return replace(recipe, lanes=3, global_batch_size=None)
+
+
+def names(batches: Any) -> set[str]:
+    return {key[0] for batch in batches for row in batch.keys for key in row}
+
+
+def go_on(recipe: Recipe, state: Mapping[str, Any], dp: int, groups: int) -> Any:
+    """Restore on so many ranks; return their rows and the merged state."""
+    found: dict[int, str] = {}
+    parts = []
+    for rank in range(dp):
+        with recipe.build(dp=dp, rank=rank, state=state) as pipeline:
+            found |= digests(take(pipeline, groups))
+            parts.append(pipeline.checkpoint())
+    return found, json.loads(json.dumps(merge_checkpoints(parts)))
+
+
+@drawn_runs
+@given(
+    choices=st.lists(st.sampled_from([HALVES, FIRST, SECOND, None]), min_size=1, max_size=3),
+    legs=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    restored=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3),
+    window=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    mix=st.booleans(),
+    ahead=st.integers(1, 6),
+)
+def test_a_state_goes_on_as_the_run_did_that_was_steered(
+    base: Recipe,
+    choices: list[Any],
+    legs: list[int],
+    restored: list[tuple[int, int]],
+    window: tuple[int, int],
+    mix: bool,
+    ahead: int,
+) -> None:
+    recipe = replace(base, chunk_size=window[0], chunks_per_window=window[1], mix=mix)
+    states, rows = [], {}
+    with recipe.build(prefetch_batches=ahead) as pipeline:
+        for choice, groups in zip([*choices, None], legs, strict=False):
+            rows |= digests(take(pipeline, groups))
+            pipeline.steer(lambda _, choice=choice: choice)
+            states.append(json.loads(json.dumps(pipeline.checkpoint())))
+        rows |= digests(take(pipeline, 25))
+    lineage = states[-1]["lineage"]
+    assert [entry["new"] for entry in lineage] == [one for one in choices if one is not None]
+    state = states[-1]
+    for dp, groups in restored:  # a restore of a restore, on other topologies
+        found, state = go_on(recipe, state, dp, groups)
+        assert found == {number: rows[number] for number in found if number in rows}
+        assert state["lineage"] == lineage
+
+
+def test_the_weights_hold_from_a_window_that_no_lane_has_begun(base: Recipe) -> None:
+    with base.build(prefetch_batches=1) as pipeline:
+        take(pipeline, 5)
+        pipeline.steer(lambda told: SECOND if told["datasets"]["a"]["target"] == 0.6 else None)
+        (entry,) = pipeline.checkpoint()["lineage"]
+        take(pipeline, 30)
+        assert names(take(pipeline, 30)) == {"b"}
+        assert pipeline.metrics()["datasets"]["b"]["target"] == 1.0
+    assert (entry["name"], entry["delivered"]) == ("steer", 5)
+    assert entry["old"] == {"a": 0.6, "b": 0.4}
+    assert entry["new"] == SECOND
+    assert entry["window"] >= 1
+
+
+def test_it_may_be_called_before_the_first_batch_and_after_a_restore(base: Recipe) -> None:
+    with base.build() as pipeline:
+        pipeline.steer(lambda _: SECOND)
+        assert names(take(pipeline, 9)) == {"b"}
+        state = pipeline.checkpoint()
+    with base.build(state=state) as pipeline:
+        pipeline.steer(lambda _: FIRST)
+        take(pipeline, 40)
+        assert names(take(pipeline, 9)) == {"a"}
+        assert len(pipeline.checkpoint()["lineage"]) == 2
+
+
+def test_it_ends_a_curriculum(base: Recipe) -> None:
+    class Turning(Recipe):
+        def source(self) -> StaticMixtureWorkSource:
+            turns = {"curriculum": [(4, SECOND), (40, HALVES)], "windows_per_step": 1.0}
+            return StaticMixtureWorkSource(self.datasets, {"a": 1, "b": 0}, self.seed, **turns)
+
+    turning = Turning(**{name: getattr(base, name) for name in Recipe.__dataclass_fields__})
+    with turning.build(prefetch_batches=1) as pipeline:
+        assert names(take(pipeline, 9)) == {"a"}
+        take(pipeline, 50)
+        pipeline.steer(lambda _: FIRST)
+        state = pipeline.checkpoint()
+        rows = digests(take(pipeline, 200))
+        assert names(take(pipeline, 9)) == {"a"}
+    with turning.build(state=state) as pipeline:
+        assert digests(take(pipeline, 200)) == rows
+    source = {**state["fingerprint"]["source"], "weights": [0.5, 0.5]}
+    other = {**state, "fingerprint": {**state["fingerprint"], "source": source}}
+    with (
+        turning.build() as pipeline,
+        pytest.raises(CheckpointError, match=r"by its curriculum or by steer\(\)"),
+    ):
+        pipeline.restore(other, allow=["mixture"])
+
+
+def test_what_cannot_be_is_an_error_and_changes_nothing(base: Recipe) -> None:
+    with base.build() as pipeline:
+        take(pipeline, 3)
+        with pytest.raises(ConfigError, match=r"mixture names \['a'\], datasets are \['a', 'b'\]"):
+            pipeline.steer(lambda _: {"a": 1.0})
+        with pytest.raises(ZeroDivisionError):
+            pipeline.steer(lambda _: 1 / 0)
+        assert pipeline.checkpoint()["lineage"] == []
+        rows = digests(take(pipeline, 9))
+    with base.build() as pipeline:
+        take(pipeline, 3)
+        assert digests(take(pipeline, 9)) == rows
+    with replace(base, passes=1).build() as pipeline, pytest.raises(ConfigError, match="no end"):
+        pipeline.steer(lambda _: FIRST)
+    dealt = replace(base, global_batch_size=8)
+    with dealt.build(dp=2, balance=True) as pipeline:
+        take(pipeline, 1)
+        with pytest.raises(CheckpointError, match="step's end"):
+            pipeline.steer(lambda _: FIRST)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_all_ranks_get_what_the_first_one_chose(base: Recipe, tmp_path: Path) -> None:
+    recipe = replace(base, lanes=4, global_batch_size=12)
+    (tmp_path / "recipe").write_bytes(pickle.dumps(recipe))
+    found = torchrun(tmp_path, 3, "steer", "steered", script="steering.py")
+    state = json.loads((tmp_path / "steered.json").read_text())
+    rows = union([rows for rows, _ in found])
+    assert {json.dumps(lineage) for _, lineage in found} == {json.dumps(state["lineage"])}
+    for dp in (1, 2):
+        more, _ = go_on(recipe, state, dp, 12 // dp)
+        assert more.items() <= rows.items()
+        assert len(more) == 12
