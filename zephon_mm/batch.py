@@ -433,10 +433,13 @@ class Assembly:
         delivered: int,
         image_processor: ImageProcessor | None,
         video_processor: VideoProcessor | None = None,
+        num_valid_tokens: int | None = None,
         step_valid_tokens: int | None = None,
     ) -> Batch:
         """Return the batch: views of the arrays and small tensors of its own; all images valid."""
         named = {name: torch.from_numpy(arrays[name]) for name in token_fields(0, 0)}
+        if num_valid_tokens is None:
+            num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
         return Batch(
             **named,
             images=self.media[PIXELS].media(arrays[PIXELS], image_processor),
@@ -445,7 +448,7 @@ class Assembly:
             max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),
             sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
             keys=keys,
-            num_valid_tokens=sum(sequence.num_valid_tokens for sequence in self._sequences),
+            num_valid_tokens=num_valid_tokens,
             delivered=delivered,
             step_valid_tokens=step_valid_tokens,
         )

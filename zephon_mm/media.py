@@ -253,6 +253,8 @@ class MediaPlan:
 
     def media(self, pixels: NDArray[Any], processor: Any) -> Media:
         """Return the images as tensors; all valid."""
+        if processor is None and not self.slots:
+            return NO_IMAGES
         grids = np.array([slot.grid for slot in self.slots], dtype=np.int64)
         if not self.slots:
             grids = grids.reshape(0, _GRID_SIZES.get(getattr(processor, "grid_key", ""), 0))
@@ -267,6 +269,19 @@ class MediaPlan:
             ragged=cut and self.layout.pad_to is None,
             processor=processor,
         )
+
+
+NO_IMAGES = Media(
+    pixel_values=torch.zeros((0, 3, 0, 0), dtype=torch.uint8),
+    index=torch.zeros((0, 3), dtype=torch.int64),
+    valid=torch.zeros(0, dtype=torch.bool),
+    cu_units=torch.zeros(1, dtype=torch.int32),
+    grids=torch.zeros((0, 0), dtype=torch.int64),
+    layout=NO_MEDIA,
+    ragged=False,
+    processor=None,
+)
+"""Of a pipeline without."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

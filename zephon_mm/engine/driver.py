@@ -40,7 +40,7 @@ from zephon_mm.engine.blocks import RawContext
 from zephon_mm.engine.lanes import Cursor, LanePlan
 from zephon_mm.engine.measuring import Measured, Measuring
 from zephon_mm.engine.order import Topology
-from zephon_mm.engine.pending import Decoding, Pending, jobs_of, sequence_keys
+from zephon_mm.engine.pending import Decoding, Pending, jobs_of, sequence_keys, tally
 from zephon_mm.engine.planner import Group, Planner, Position, Start
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Context, measure
@@ -340,6 +340,7 @@ class Driver:
         slab, base = self._slab(assembly.layout.num_bytes)
         arrays = assembly.layout.views(slab)
         assembly.fill_tokens(arrays, pad_id=config.pad_id)
+        tallied = tally(group.sequences)
         jobs = jobs_of(assembly, group.sequences, base, group.numbers)
         datasets = config.context.datasets
         batch = assembly.batch(
@@ -347,11 +348,12 @@ class Driver:
             numbers=group.numbers,
             keys=tuple(sequence_keys(datasets, sequence) for sequence in group.sequences),
             delivered=group.after.delivered,
+            num_valid_tokens=tallied["trained_tokens"],
             step_valid_tokens=group.step_valid_tokens,
             image_processor=config.context.image_processor,
             video_processor=config.context.video_processor,
         )
-        pending = Pending(group, assembly, arrays, batch, len(jobs))
+        pending = Pending(group, assembly, arrays, batch, len(jobs), tallied)
         self._decoding.add(pending, jobs, self._planned, self._planned - self._taken)
         return pending
 

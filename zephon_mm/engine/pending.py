@@ -58,7 +58,13 @@ class Pending:
     """
 
     def __init__(
-        self, group: Group, assembly: Assembly, arrays: Arrays, batch: Batch, num_jobs: int
+        self,
+        group: Group,
+        assembly: Assembly,
+        arrays: Arrays,
+        batch: Batch,
+        num_jobs: int,
+        tallied: Mapping[str, int],
     ) -> None:
         self.after = group.after
         self.assembly = assembly
@@ -66,14 +72,12 @@ class Pending:
         self.counts = {
             "batches": 1,
             "sequences": len(group.sequences),
-            "tokens": sum(sequence.num_tokens for sequence in group.sequences),
             "images": len(assembly.media[PIXELS].slots),
             "frames": len(assembly.media[VIDEO_PIXELS].slots),
             "patches": sum(
                 slot.patches for media in assembly.media.values() for slot in media.slots
             ),
-            "documents": sum(len(sequence.pieces) for sequence in group.sequences),
-            **tally(group.sequences),
+            **tallied,
         }
         self.failures: dict[tuple[str, int], Failure] = {}
         self.error: BaseException | None = None
@@ -174,20 +178,23 @@ def _hand_out(owners: Sequence[tuple[Pending, Target]], task: "Future[list[Any]]
 
 
 def tally(sequences: Sequence[PackedSequence]) -> dict[str, int]:
-    """Return how many rows, tokens and trained tokens come of each dataset, for `report.shares`."""
+    """Return documents, tokens and trained tokens, and those of each dataset (`report.shares`)."""
+    counts = {"documents": 0, "tokens": 0, "trained_tokens": 0}
     sums: dict[int, list[int]] = {}
     for sequence in sequences:
+        counts["documents"] += len(sequence.pieces)
         for piece in sequence.pieces:
             found = sums.setdefault(piece.record.ref.dataset, [0, 0, 0])
             found[0] += piece.start == 0
             found[1] += piece.num_tokens
             found[2] += piece.num_valid_tokens
-    names = ("rows", "tokens", "trained_tokens")
-    return {
-        f"dataset.{number}.{name}": count
-        for number, found in sums.items()
-        for name, count in zip(names, found, strict=True)
-    }
+    for number, (rows, tokens, trained) in sums.items():
+        counts[f"dataset.{number}.rows"] = rows
+        counts[f"dataset.{number}.tokens"] = tokens
+        counts[f"dataset.{number}.trained_tokens"] = trained
+        counts["tokens"] += tokens
+        counts["trained_tokens"] += trained
+    return counts
 
 
 def sequence_keys(datasets: Sequence[Dataset], sequence: PackedSequence) -> tuple[str, ...]:
@@ -223,8 +230,7 @@ def jobs_of(
                 slot, name = parts[0], pixels_name(parts[0])
                 where = assembly.media[name].region(firsts[name], len(parts))
                 target = Pixels(name, firsts[name], len(parts), *where)
-                job = _image_job(assembly, record.ref, slot, target, base)
-                jobs.append((target, job._replace(sequence=number)))
+                jobs.append((target, _image_job(assembly, record.ref, slot, target, base, number)))
                 firsts[name] += len(parts)
     return jobs
 
@@ -242,15 +248,13 @@ def together(images: Iterable[ImageSlot]) -> Iterator[list[ImageSlot]]:
 
 
 def _image_job(
-    assembly: Assembly, ref: SampleRef, slot: ImageSlot, target: Pixels, base: int
+    assembly: Assembly, ref: SampleRef, slot: ImageSlot, target: Pixels, base: int, number: int
 ) -> ImageJob:
     field = assembly.layout.fields[target.name]
     offset = -1 if base < 0 else base + field.offset + target.offset
     shape = slot.shape if slot.part < 0 else (target.images, *slot.shape)
-    first = max(slot.part, 0)
-    return ImageJob(
-        ref, slot.blob, offset, shape, slot.media, first, target.size, slot.video, slot.grid
-    )
+    more = (slot.media, max(slot.part, 0), target.size, slot.video, slot.grid, number)
+    return ImageJob(ref, slot.blob, offset, shape, *more)
 
 
 def _text_job(assembly: Assembly, text: Text, piece: Piece, base: int) -> TextJob:
