@@ -261,7 +261,10 @@ def test_processes_killed_at_any_moment_leave_whole_files_only(tmp_path: Path) -
 
     def work(seed: int) -> None:
         cache = FileCache(folder, 3_000)
+        ends = time.monotonic() + 1  # by itself, should the test not come to kill it
         for turn in count():
+            if time.monotonic() > ends:
+                return
             key = (seed * 7 + turn * 13) % 11
             data = bytes([key]) * 1_000
             assert read(cache, str(key), writer(data), 0, 1_000) == data
@@ -275,7 +278,7 @@ def test_processes_killed_at_any_moment_leave_whole_files_only(tmp_path: Path) -
             os.kill(child.pid or 0, signal.SIGKILL)
         for child in children:  # all are killed before one that failed can end the test
             child.join()
-        assert [child.exitcode for child in children] == [-signal.SIGKILL] * 3
+        assert {child.exitcode for child in children} <= {-signal.SIGKILL, 0}
     for key in range(11):
         data = bytes([key]) * 1_000
         assert read(FileCache(folder, 3_000), str(key), writer(data), 0, 1_000) == data
