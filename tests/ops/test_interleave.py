@@ -63,8 +63,8 @@ class Pictures:
         assert isinstance(blob, FileBlob)
         return bytes([blob.offset, 255, 255])[: size if size >= 0 else None]
 
-    def open(self, blob: Blob) -> BinaryIO:
-        return BytesIO(self.read(blob, -1))
+    def use(self, blob: Blob, action: Callable[[BinaryIO], Any]) -> Any:
+        return action(BytesIO(self.read(blob, -1)))
 
 
 PICTURES = Pictures()

@@ -1,7 +1,7 @@
 """Documents that are too long get smaller images: as large as will fit, the same for everyone."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,7 +46,7 @@ class Pictures:
         assert isinstance(blob, FileBlob)
         return PICTURES[blob.offset][: size if size >= 0 else None]
 
-    def open(self, blob: Blob) -> BinaryIO:
+    def use(self, blob: Blob, action: Callable[[BinaryIO], Any]) -> Any:
         raise NotImplementedError
 
 

@@ -206,8 +206,12 @@ class _Blobs(NamedTuple):
     def read(self, blob: Blob, size: int) -> bytes:
         return persistently(partial(read_blob, self.dataset, blob, size), self.name)
 
-    def open(self, blob: Blob) -> BinaryIO:
-        return persistently(partial(open_blob, self.dataset, blob), self.name)
+    def use(self, blob: Blob, action: Callable[[BinaryIO], T]) -> T:
+        def attempt() -> T:
+            with open_blob(self.dataset, blob) as file:
+                return action(file)
+
+        return persistently(attempt, self.name)
 
 
 def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
@@ -305,16 +309,11 @@ def _write_picture(
 def _write_video(
     context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
 ) -> None:
-    assert context.video_processor is not None
+    processor = context.video_processor
+    assert processor is not None
     if check:
-        with blobs.open(blob) as file:
-            _check_shape(context, job, partial(context.video_processor.measure, file))
-
-    def write() -> None:
-        with open_blob(blobs.dataset, blob) as file:
-            context.video_processor.write(file, job.first, out)  # type: ignore[union-attr]
-
-    persistently(write, blobs.name)
+        _check_shape(context, job, partial(blobs.use, blob, processor.measure))
+    blobs.use(blob, partial(processor.write, first=job.first, out=out))
 
 
 def _first_bytes(encoded: bytes, size: int) -> bytes:

@@ -18,9 +18,9 @@ engine, builder.
 import inspect
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from zephon_mm.records import (
     patches_of,
 )
 
+T = TypeVar("T")
+
 
 class BlobSource(Protocol):
     """Where the bytes of a document's images and videos are."""
@@ -50,8 +52,11 @@ class BlobSource(Protocol):
         """Return the first `size` bytes of a blob; all of it for -1."""
         ...
 
-    def open(self, blob: Blob) -> BinaryIO:
-        """Return a blob as a file that can be sought."""
+    def use(self, blob: Blob, action: Callable[[BinaryIO], T]) -> T:
+        """Return what an action gives of a blob as a file that can be sought.
+
+        It may be called again, with the file opened anew, where reading failed.
+        """
         ...
 
 
@@ -227,8 +232,7 @@ class Interleave:
 
     def _shape(self, media: Image | Video, blobs: BlobSource) -> MediaShape:
         if isinstance(media, Video) and self.video_processor is not None:
-            with blobs.open(media.blob) as file:
-                return self.video_processor.measure(file)
+            return blobs.use(media.blob, self.video_processor.measure)
         if isinstance(media, Image) and self.image_processor is not None:
             return self.image_processor.measure(lambda size: blobs.read(media.blob, size))
         kind = type(media).__name__
