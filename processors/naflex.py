@@ -32,7 +32,7 @@ from zephon_mm.processors.resize import (
     backend_fingerprint,
     check_resize,
     normalize,
-    resize,
+    resized,
 )
 from zephon_mm.processors.shrink import STEPS, grid_with, shrunk
 from zephon_mm.records import MediaShape
@@ -176,9 +176,9 @@ class NaFlexProcessor:
         """
         pixels = change(decode(encoded, max_pixels=self.max_pixels))
         (rows, cols), side = grid_with(len(out), self.grid(*pixels.shape[:2])), self.patch_size
-        resized = np.empty((rows * side, cols * side, 3), dtype=np.uint8)
-        resize(pixels, resized.transpose(2, 0, 1), resample=self.resample, backend=self.backend)
-        patches = resized.reshape(rows, side, cols, side, 3).swapaxes(1, 2)
+        how: dict[str, Any] = {"resample": self.resample, "backend": self.backend}
+        picture = resized(pixels, rows * side, cols * side, **how)
+        patches = picture.reshape(rows, side, cols, side, 3).swapaxes(1, 2)
         np.copyto(out.reshape(patches.shape), patches)
 
     def normalize(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

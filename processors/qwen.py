@@ -29,7 +29,7 @@ from zephon_mm.processors.resize import (
     backend_fingerprint,
     check_resize,
     normalize,
-    resize,
+    resized,
 )
 from zephon_mm.processors.shrink import STEPS, grid_with, shrunk
 from zephon_mm.records import MediaShape
@@ -211,9 +211,9 @@ class QwenVLProcessor:
         """
         (rows, cols), side, merge = grid, self.patch_size, self.merge_size
         # The filter is fastest with the channels last; a patch's row is copied as one item.
-        planes = np.empty((rows * side, cols * side, 3), np.uint8).transpose(2, 0, 1)
-        resize(pixels, planes, resample=BICUBIC, backend=self.backend)
-        lines = np.ascontiguousarray(planes).view(f"V{side}")
+        how: dict[str, Any] = {"resample": BICUBIC, "backend": self.backend}
+        picture = resized(pixels, rows * side, cols * side, **how)
+        lines = np.ascontiguousarray(picture.transpose(2, 0, 1)).view(f"V{side}")
         squares = lines.reshape(3, rows // merge, merge, side, cols // merge, merge)
         patches = squares.transpose(1, 4, 2, 5, 0, 3)[:, :, :, :, :, None]
         target = out.view(f"V{side}").reshape(*patches.shape[:5], self.temporal_patch_size, side)

@@ -36,6 +36,7 @@ from zephon_mm.processors.resize import (
     check_resize,
     normalize,
     resize,
+    resized,
 )
 from zephon_mm.records import MediaShape
 
@@ -104,9 +105,7 @@ class _Squares:
         return {"kind": type(self).__name__, **asdict(self), **backend_fingerprint(self.backend)}
 
     def _resized(self, pixels: Pixels, height: int, width: int) -> Pixels:
-        new = np.empty((height, width, 3), np.uint8)
-        resize(pixels, new.transpose(2, 0, 1), resample=self.resample, backend=self.backend)
-        return new
+        return resized(pixels, height, width, resample=self.resample, backend=self.backend)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.processing import measured
 from zephon_mm.errors import ConfigError
 from zephon_mm.media import Media, MediaLayout, MediaPlan
 from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor
-from zephon_mm.records import ImageSlot, MediaShape
+from zephon_mm.records import ImageSlot
 
 NAFLEX = NaFlexProcessor(max_num_patches=16)
 PACKED = NaFlexProcessor(max_num_patches=16, packed=True)
@@ -25,11 +26,6 @@ def picture(width: int, height: int) -> bytes:
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     PIL.Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def measured(processor: Any, encoded: bytes) -> MediaShape:
-    shape: MediaShape = processor.measure(lambda n: encoded[:n] if n >= 0 else encoded)
-    return shape
 
 
 def made(processor: Any, pictures: list[bytes]) -> Media:

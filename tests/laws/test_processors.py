@@ -2,11 +2,13 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.fixtures.films import film
 from tests.fixtures.memory import (
@@ -18,6 +20,7 @@ from tests.fixtures.memory import (
     take,
     write_images,
 )
+from tests.fixtures.processing import measured, written
 from zephon_mm.errors import ConfigError
 from zephon_mm.io import read_blob
 from zephon_mm.processors import (
@@ -30,7 +33,7 @@ from zephon_mm.processors import (
     TileProcessor,
 )
 from zephon_mm.processors.augment import Augment
-from zephon_mm.records import FileBlob, Image, Text, Video
+from zephon_mm.records import FileBlob, Image, MediaShape, Text, Video
 
 SIGLIP = SigLIPProcessor(size=32, patch_size=16)
 QWEN = QwenVLProcessor(min_pixels=32 * 32, max_pixels=96 * 96)
@@ -127,16 +130,13 @@ def test_the_pixels_are_those_of_the_processor_alone(
 
 def alone(processor: Any, data: bytes, is_video: bool) -> list[np.ndarray]:
     """Return what a processor gives of one image or video, part by part."""
-    if is_video:
-        shape = processor.measure(io.BytesIO(data))
-    else:
-        shape = processor.measure(lambda n: data[:n] if n >= 0 else data)
+    if not is_video:
+        shape, out = measured(processor, data), written(processor, data)
+        return list(out) if shape.parts else [out]
+    shape = processor.measure(io.BytesIO(data))
     lead = (len(shape.parts),) if shape.parts else ()
     out = np.empty((*lead, *shape.shape), dtype=np.uint8)
-    if is_video:
-        processor.write(io.BytesIO(data), 0, out)
-    else:
-        processor.write(data, out)
+    processor.write(io.BytesIO(data), 0, out)
     return list(out) if shape.parts else [out]
 
 
@@ -191,3 +191,34 @@ def test_augmented_pixels_differ_by_pass_and_by_nothing_else(
     assert all(len(found) > 1 for found in pixels.values())
     with pytest.raises(ConfigError, match="whose `write` takes `change`"):
         recipe.build(processor=None, augment=augment)
+
+
+@dataclass(frozen=True)
+class FlakyVideo(SigLIPVideoProcessor):
+    """Reads from a store that fails the first time that each step asks it."""
+
+    failed: set[str] = field(default_factory=set)
+
+    def _fail_once(self, step: str) -> None:
+        if step not in self.failed:
+            self.failed.add(step)
+            raise OSError("the store is away")
+
+    def measure(self, file: BinaryIO) -> MediaShape:
+        self._fail_once("measure")
+        return super().measure(file)
+
+    def write(self, file: BinaryIO, first: int, out: NDArray[np.uint8]) -> None:
+        self._fail_once("write")
+        super().write(file, first, out)
+
+
+def test_a_video_that_cannot_be_read_for_a_while_is_read_again(films: list[FileBlob]) -> None:
+    flaky = FlakyVideo(SIGLIP, fps=4.0)
+    rows: list[Row] = [(Text("a film"), Video(films[0]))]
+    recipe = Recipe(datasets=(dataset("d", rows),), max_length=1024, passes=1, tail="pad")
+    with recipe.build(video_processor=flaky) as pipeline:
+        (batch, *_) = take(pipeline, 1)
+    assert flaky.failed == {"measure", "write"}
+    assert len(batch.videos) > 1
+    assert batch.videos.valid.all()

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import Siglip2ImageProcessor, Siglip2ImageProcessorPil
 from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
 
+from tests.fixtures.processing import read_from, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import NaFlexProcessor
 from zephon_mm.processors.image import decode
@@ -47,17 +48,6 @@ def encode(shape, image_format="PNG", **options):
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, image_format, **{"compress_level": 1, **options})
     return buffer.getvalue()
-
-
-def read_from(encoded):
-    return lambda count: encoded if count < 0 else encoded[:count]
-
-
-def written(processor, encoded):
-    """Write an image the way the engine does, over old bytes."""
-    out = np.full(processor.measure(read_from(encoded)).shape, 77, dtype=np.uint8)
-    processor.write(encoded, out)
-    return out
 
 
 def reference(processor, images, **options):

@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as their_resize
 
+from tests.fixtures.processing import read_from, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import QwenVLProcessor
 from zephon_mm.processors.image import decode
@@ -39,17 +40,6 @@ def encode(pixels, image_format="PNG", **options):
 def noise(height, width):
     rng = np.random.default_rng(height * 7919 + width)
     return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def read_from(encoded):
-    return lambda count: encoded if count < 0 else encoded[:count]
-
-
-def written(processor, encoded):
-    """Write an image the way the engine does, over old bytes."""
-    out = np.full(processor.measure(read_from(encoded)).shape, 77, dtype=np.uint8)
-    processor.write(encoded, out)
-    return out
 
 
 def reference(processor, pixels, **options):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import SiglipImageProcessor, SiglipImageProcessorPil
 
+from tests.fixtures.processing import read_from, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import SigLIPProcessor
 from zephon_mm.processors.image import decode
@@ -71,17 +72,6 @@ def noise(height, width):
     return np.random.default_rng(height * 7919 + width).integers(
         0, 256, (height, width, 3), dtype=np.uint8
     )
-
-
-def read_from(encoded):
-    return lambda count: encoded if count < 0 else encoded[:count]
-
-
-def written(processor, encoded):
-    """Write an image the way the engine does, over old bytes."""
-    out = np.full(processor.measure(read_from(encoded)).shape, 77, dtype=np.uint8)
-    processor.write(encoded, out)
-    return out
 
 
 def reference(processor, pixels, **options):

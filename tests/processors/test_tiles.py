@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from tests.fixtures.processing import measured, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.processors import AnyResProcessor, TileProcessor
@@ -62,19 +63,6 @@ def noise(shape):
 def header(shape):
     """Return the beginning of a picture without its pixels."""
     return b"P6\n%d %d\n255\n" % (shape[1], shape[0])
-
-
-def measured(processor, encoded):
-    return processor.measure(lambda count: encoded if count < 0 else encoded[:count])
-
-
-def written(processor, encoded):
-    """Write an image the way the engine does, over old bytes."""
-    found = measured(processor, encoded)
-    shape = (len(found.parts), *found.shape) if found.parts else found.shape
-    out = np.full(shape, 77, dtype=np.uint8)
-    processor.write(encoded, out)
-    return out
 
 
 def tiles(**changes):
