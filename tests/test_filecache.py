@@ -275,7 +275,7 @@ def test_processes_killed_at_any_moment_leave_whole_files_only(tmp_path: Path) -
             child.start()
         for child in children:
             child.join(0.01 + seed % 5 * 0.01)
-            os.kill(child.pid or 0, signal.SIGKILL)
+            child.kill()  # unless it has ended
         for child in children:  # all are killed before one that failed can end the test
             child.join()
         assert {child.exitcode for child in children} <= {-signal.SIGKILL, 0}
