@@ -11,6 +11,9 @@
                  the sample's own images and videos; `tools` are its functions. processors.chat says
                  what turns may be and where media go. It is never kept without one of its images.
 
+Beside them `loss_weight` may be a number, the document's, or a list, one for each of its images and
+videos (see `records.Image`).
+
 OBELICS is `interleaved`: a reader finds the local copies of its URLs (`image_map=`), and a sample
 with a URL that has none is skipped and counted (`image_url`).
 
@@ -28,6 +31,7 @@ tasks, io.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
@@ -88,8 +92,8 @@ def to_document(
 
     Raises:
         SampleError: `no_image`, `no_text`, `empty_image`, `empty_text` with "skip";
-            `empty_document`, `bad_interleaving`, `bad_field`, `unknown_schema`, and what
-            processors.chat refuses, always.
+            `empty_document`, `bad_interleaving`, `bad_field`, `bad_weight`, `unknown_schema`, and
+            what processors.chat refuses, always.
         DatasetError: Something is missing, with "error".
         ConfigError: No such schema or policy, or a schema function returned something else.
     """
@@ -109,7 +113,7 @@ def to_document(
         document = _chat(sample, key, faults)
         if faults:
             _refuse(sample, faults[0], key, missing)
-        return document
+        return _weighted(document, sample)
     _BUILDERS[name](sample, segments, faults)
     if faults and missing != "keep":
         _refuse(sample, faults[0], key, missing)
@@ -117,7 +121,34 @@ def to_document(
         raise SampleError(
             "empty_document", f"sample {key!r} has no image and no text ({_listed(sample)})"
         )
-    return Document(tuple(segments), key)
+    return _weighted(Document(tuple(segments), key), sample)
+
+
+def _weighted(document: Document, sample: Sample) -> Document:
+    """Return the document with the weights that its sample says."""
+    found = _find(sample, ("loss_weight",))
+    if found is None:
+        return document
+    if isinstance(found, int | float):
+        return replace(document, weight=float(found))
+    num_media = len(document.media)
+    numbers = isinstance(found, list | tuple) and all(isinstance(n, int | float) for n in found)
+    if not numbers or len(found) != num_media:
+        raise SampleError(
+            "bad_weight",
+            f"loss_weight is {found!r}, expected a number, or a list of {num_media}, one for each "
+            "image and video of the document",
+        )
+    weights = iter(found)
+
+    def weighted(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        return tuple(
+            one if isinstance(one, Text) else replace(one, weight=float(next(weights)))
+            for one in segments
+        )
+
+    turns = [replace(turn, segments=weighted(turn.segments)) for turn in document.messages]
+    return replace(document, segments=weighted(document.segments), messages=tuple(turns))
 
 
 def _from_function(
