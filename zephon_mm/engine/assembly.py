@@ -32,57 +32,41 @@ def pixels_name(slot: ImageSlot) -> str:
 TOKEN_FIELDS: dict[str, np.dtype[Any]] = {
     "input_ids": np.dtype(np.int64),
     "labels": np.dtype(np.int64),
-    "position_ids": np.dtype(np.int64),
-    "segment_ids": np.dtype(np.int32),
     "loss_weights": np.dtype(np.float32),
 }
-"""A batch's token arrays, (B, L), in the order of `write_piece`; the last one not in each."""
+"""A batch's (B, L) arrays of what a text says, in the order of `write_piece`; the last if asked."""
+PLACE_FIELDS: dict[str, np.dtype[Any]] = {
+    "position_ids": np.dtype(np.int64),
+    "segment_ids": np.dtype(np.int32),
+}
+"""Those of where it is."""
 
 
-def write_piece(
-    record: Record, start: int, stop: int, segment: int, arrays: Sequence[NDArray[Any]]
-) -> None:
-    """Write tokens `[start, stop)` of a record, the n-th segment of its row.
+def write_piece(record: Record, start: int, stop: int, arrays: Sequence[NDArray[Any]]) -> None:
+    """Write tokens `[start, stop)` of a record where no label and no weight is yet.
 
     Args:
         record: With its tokens.
         start: As in `Piece`.
         stop: As in `Piece`.
-        segment: n, from 1.
-        arrays: Where its ids, labels, positions and segment numbers go, (stop - start,) each, and
-            its loss weights, if the batch has some.
+        arrays: Where its ids and labels go, (stop - start,) each, and its loss weights, if the
+            batch has some.
     """
-    ids, labels, positions, segments, *others = arrays
+    ids, labels, *others = arrays
     record.write_tokens(start, stop, ids)
-    labels[:] = IGNORE
     for first, last in record.trained_runs:
         run = slice(max(first - start, 1), max(last - start, 0))
         labels[run] = ids[run]
-    positions[:] = _counted(stop - start)
-    segments[:] = segment
     for weights in others:
-        weights[:] = 0
         for (first, last), weight in zip(record.trained_runs, record.weights, strict=True):
             weights[max(first - start, 1) : max(last - start, 0)] = weight
 
 
-def _counted(size: int) -> NDArray[np.int64]:
-    """Return 0, 1, ... size - 1, out of an array that is made once."""
-    global _numbers
-    if size > len(_numbers):
-        _numbers = np.arange(2 * size)
-    return _numbers[:size]
-
-
-_numbers = np.arange(1024)
-
-
 class Text(NamedTuple):
-    """The place of a piece whose tokens are not known yet: row, first column, n-th of the row."""
+    """The place of a piece whose tokens are not known yet: row, first column."""
 
     row: int
     start: int
-    segment: int
 
 
 class Assembly:
@@ -114,7 +98,8 @@ class Assembly:
         self.fields = tuple(TOKEN_FIELDS)[: None if weighted else -1]
         shape = (len(sequences), max_length)
         arrays: dict[str, tuple[tuple[int, ...], str]]
-        arrays = {name: (shape, TOKEN_FIELDS[name].name) for name in self.fields}
+        fields = TOKEN_FIELDS | PLACE_FIELDS
+        arrays = {name: (shape, fields[name].name) for name in (*self.fields, *PLACE_FIELDS)}
         arrays |= {name: (plan.shape, "uint8") for name, plan in self.media.items()}
         self.layout = Layout(arrays)
 
@@ -130,26 +115,28 @@ class Assembly:
     def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
         """Write every token array in full, for slabs carry old bytes; but not `texts`."""
         tokens = [arrays[name] for name in self.fields]
-        ids, labels, positions, segments, *others = tokens
+        for array, empty in zip(tokens[1:], (IGNORE, 0), strict=False):
+            array.fill(empty)
+        positions, numbers = (arrays[name] for name in PLACE_FIELDS)
+        counted = np.arange(self._length)
         boundaries = [0]
         for row, sequence in enumerate(self._sequences):
             at = 0
             for number, piece in enumerate(sequence.pieces, start=1):
                 end = at + piece.stop - piece.start
                 if isinstance(piece.record, IndexedRecord):
-                    self.texts.append(Text(row, at, number))
+                    self.texts.append(Text(row, at))
                 else:
                     place = [array[row, at:end] for array in tokens]
-                    write_piece(piece.record, piece.start, piece.stop, number, place)
+                    write_piece(piece.record, piece.start, piece.stop, place)
+                positions[row, at:end] = counted[: end - at]
+                numbers[row, at:end] = number
                 boundaries.append(row * self._length + end)
                 at = end
-            ids[row, at:] = pad_id
-            labels[row, at:] = IGNORE
-            positions[row, at:] = _counted(self._length - at)
-            segments[row, at:] = 0
-            for weights in others:
-                weights[row, at:] = 0
             if at < self._length:
+                tokens[0][row, at:] = pad_id
+                positions[row, at:] = counted[: self._length - at]
+                numbers[row, at:] = 0
                 boundaries.append((row + 1) * self._length)
         self.cu_seqlens = np.array(boundaries, dtype=np.int32)
 
@@ -207,7 +194,8 @@ class Assembly:
         step_valid_tokens: int | None = None,
     ) -> Batch:
         """Return the batch: views of the arrays and small tensors of its own; all images valid."""
-        named: Any = {name: torch.from_numpy(arrays[name]) for name in self.fields}
+        names = (*self.fields, *PLACE_FIELDS)
+        named: Any = {name: torch.from_numpy(arrays[name]) for name in names}
         if num_valid_tokens is None:
             num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
         return Batch(

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from zephon_mm.batch import IGNORE
 from zephon_mm.engine.assembly import TOKEN_FIELDS, write_piece
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
 from zephon_mm.io import Dataset, open_blob, read_blob
@@ -87,15 +88,14 @@ class ImageJob(NamedTuple):
 class TextJob(NamedTuple):
     """The token arrays of one piece to write, of a record out of the index.
 
-    `offsets` are those of its first token in the arena's token arrays; None: return the arrays
-    instead. `segment` is its number in the row. `num_tokens` and `extents` (int32, as bytes) are
-    what the index says of the record.
+    `offsets` are those of its first token in the arena's arrays of `TOKEN_FIELDS`; None: return the
+    arrays instead. `num_tokens` and `extents` (int32, as bytes) are what the index says of the
+    record.
     """
 
     ref: SampleRef
     start: int
     stop: int
-    segment: int
     offsets: tuple[int, ...] | None
     num_tokens: int
     extents: bytes
@@ -361,12 +361,13 @@ def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[
     size = job.stop - job.start
     dtypes = [*TOKEN_FIELDS.values()][: None if context.weighted else -1]
     if job.offsets is None or context.arena is None:
-        arrays = [np.empty(size, dtype=dtype) for dtype in dtypes]
-        write_piece(record, job.start, job.stop, job.segment, arrays)
+        empty = zip(dtypes, (0, IGNORE, 0), strict=False)
+        arrays = [np.full(size, value, dtype=dtype) for dtype, value in empty]
+        write_piece(record, job.start, job.stop, arrays)
         return arrays
     places = zip(job.offsets, dtypes, strict=True)
     arrays = [context.arena.view(at, size * kind.itemsize).view(kind) for at, kind in places]
-    write_piece(record, job.start, job.stop, job.segment, arrays)
+    write_piece(record, job.start, job.stop, arrays)
     return None
 
 
