@@ -33,6 +33,9 @@ IGNORE = -100
 PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
 """The names of a batch's pixel arrays: of images, of videos."""
 
+MARKS = "marks"
+"""That of the images' boxes and points."""
+
 Attention = Literal["varlen", "block", "sdpa"]
 
 
@@ -350,6 +353,7 @@ class Assembly:
         for row, sequence in enumerate(sequences):
             self._find_images(row, sequence)
         pixels = {name: (plan.shape, "uint8") for name, plan in self.media.items()}
+        pixels[MARKS] = ((len(self.media[PIXELS].marks), 4), "float32")
         self.layout = Layout(token_fields(len(sequences), max_length) | pixels)
 
     def _find_images(self, row: int, sequence: PackedSequence) -> None:
@@ -422,6 +426,7 @@ class Assembly:
                 row, start, stop = plan.owners[image]
                 arrays["labels"][row, start:stop] = IGNORE
                 media.valid[image] = False
+                media.marks[media.mark_index[:, 0] == image] = 0
         return replace(batch, num_valid_tokens=_count_valid(arrays))
 
     def batch(
@@ -442,7 +447,7 @@ class Assembly:
             num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
         return Batch(
             **named,
-            images=self.media[PIXELS].media(arrays[PIXELS], image_processor),
+            images=self.media[PIXELS].media(arrays[PIXELS], image_processor, arrays[MARKS]),
             videos=self.media[VIDEO_PIXELS].media(arrays[VIDEO_PIXELS], video_processor),
             cu_seqlens=torch.from_numpy(self.cu_seqlens),
             max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),

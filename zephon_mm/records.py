@@ -74,9 +74,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image segment of a document: a pointer to its compressed bytes."""
+    """An image segment of a document: a pointer to its compressed bytes, and marks in the picture.
+
+    `boxes` are (left, top, right, bottom), `points` (x, y), in pixels from the outer corner of the
+    first: pixel i is [i, i + 1). They are of the picture as it is stored, before EXIF turns it;
+    where they were drawn on what a viewer shows, set `upright`.
+    """
 
     blob: Blob
+    boxes: tuple[tuple[float, ...], ...] = ()
+    points: tuple[tuple[float, ...], ...] = ()
+    upright: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +168,8 @@ class ImageSlot(NamedTuple):
     Its placeholders are the record's tokens `[start, start + num_tokens)`, without the start and
     end tokens around them. `shape` is that of the uint8 array to write, `grid` as in `MediaShape`.
     `blob` is None in a record out of an index. `media` counts the document's images and videos,
-    `part` the parts of one; -1: it has no parts. `patches` is as in `patches_of`.
+    `part` the parts of one; -1: it has no parts. `patches` is as in `patches_of`. `marks` are the
+    numbers of boxes and points, if any, in the part that shows the whole picture.
     """
 
     blob: Blob | None
@@ -172,6 +181,7 @@ class ImageSlot(NamedTuple):
     part: int = -1
     video: bool = False
     patches: int = 0
+    marks: tuple[int, ...] = ()
 
 
 Runs = tuple[tuple[int, int], ...]
