@@ -11,6 +11,9 @@
                  the sample's own images and videos; `tools` are its functions. processors.chat says
                  what turns may be and where media go. It is never kept without one of its images.
 
+Beside them `loss_weight` may be a number, the document's, or a list, one for each of its images and
+videos (see `records.Image`).
+
 OBELICS is `interleaved`: a reader finds the local copies of its URLs (`image_map=`), and a sample
 with a URL that has none is skipped and counted (`image_url`).
 
@@ -94,8 +97,8 @@ def to_document(
 
     Raises:
         SampleError: `no_image`, `no_text`, `empty_image`, `empty_text` with "skip";
-            `empty_document`, `bad_interleaving`, `bad_field`, `unknown_schema`, and what
-            processors.chat refuses, always.
+            `empty_document`, `bad_interleaving`, `bad_field`, `bad_weight`, `unknown_schema`, and
+            what processors.chat refuses, always.
         DatasetError: Something is missing, with "error".
         ConfigError: No such schema or policy, or a schema function returned something else.
     """
@@ -115,7 +118,7 @@ def to_document(
         document = _chat(sample, key, faults)
         if faults:
             _refuse(sample, faults[0], key, missing)
-        return _marked(document, sample)
+        return _with_fields(document, sample)
     _BUILDERS[name](sample, segments, faults)
     if faults and missing != "keep":
         _refuse(sample, faults[0], key, missing)
@@ -123,45 +126,70 @@ def to_document(
         raise SampleError(
             "empty_document", f"sample {key!r} has no image and no text ({_listed(sample)})"
         )
-    return _marked(Document(tuple(segments), key), sample)
+    return _with_fields(Document(tuple(segments), key), sample)
 
 
-def _marked(document: Document, sample: Sample) -> Document:
-    """Return a document whose images have the boxes and points of the sample's fields."""
-    fields = {name: _find(sample, (name,)) for name in ("boxes", "points")}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    count = sum(isinstance(one, Image) for one in document.media) if fields else 0
-    if not count:
+def _with_fields(document: Document, sample: Sample) -> Document:
+    """Return the document with the weights, boxes and points that its sample has."""
+    document = _weighted(document, sample)
+    for name in ("boxes", "points"):
+        if (found := _find(sample, (name,))) is not None:
+            document = _marked(document, name, found)
+    return document
+
+
+def _weighted(document: Document, sample: Sample) -> Document:
+    """Return the document with the weights that its sample says."""
+    found = _find(sample, ("loss_weight",))
+    if found is None:
         return document
-    dealt = [_dealt(name, value, count) for name, value in fields.items()]
-    marks = iter([dict(zip(fields, each, strict=True)) for each in zip(*dealt, strict=True)])
-
-    def put(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-        return tuple(
-            replace(one, **next(marks)) if isinstance(one, Image) else one for one in segments
+    if isinstance(found, int | float):
+        return replace(document, weight=float(found))
+    num_media = len(document.media)
+    numbers = isinstance(found, list | tuple) and all(isinstance(n, int | float) for n in found)
+    if not numbers or len(found) != num_media:
+        raise SampleError(
+            "bad_weight",
+            f"loss_weight is {found!r}, expected a number, or a list of {num_media}, one for each "
+            "image and video of the document",
         )
-
-    turns = tuple(replace(turn, segments=put(turn.segments)) for turn in document.messages)
-    return replace(document, segments=put(document.segments), messages=turns)
+    return _changed(document, [{"weight": float(weight)} for weight in found])
 
 
-def _dealt(name: str, value: Any, count: int) -> list[tuple[Any, ...]]:
-    """Return the boxes or points of each image."""
+def _marked(document: Document, name: str, value: Any) -> Document:
+    """Return the document with a field's boxes or points on its images."""
 
     def is_list(one: Any) -> bool:
         return isinstance(one, list | tuple)
 
+    media = document.media
+    count = sum(isinstance(one, Image) for one in media)
     each = list(value) if is_list(value) else [value]
     nested = all(one is None or (is_list(one) and all(map(is_list, one))) for one in each)
     if count == 1 and not (nested and len(each) == 1):
         each, nested = [each], True
-    if not nested or len(each) != count:
+    if count and not (nested and len(each) == count):
         raise SampleError(
             "bad_field",
             f"found {repr(value)[:200]} as `{name}` of {count} images, expected {count} lists, one "
             "for each image",
         )
-    return [tuple(tuple(mark) if is_list(mark) else mark for mark in one or ()) for one in each]
+    marks = iter([tuple(tuple(m) if is_list(m) else m for m in one or ()) for one in each])
+    changes = [{name: next(marks)} if isinstance(one, Image) else {} for one in media]
+    return _changed(document, changes)
+
+
+def _changed(document: Document, changes: Iterable[Mapping[str, Any]]) -> Document:
+    """Return the document with other fields of its images and videos, in order."""
+    each = iter(changes)
+
+    def changed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        return tuple(
+            one if isinstance(one, Text) else replace(one, **next(each)) for one in segments
+        )
+
+    turns = tuple(replace(turn, segments=changed(turn.segments)) for turn in document.messages)
+    return replace(document, segments=changed(document.segments), messages=turns)
 
 
 def _from_function(

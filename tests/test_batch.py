@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
 from tests.fixtures.memory import PROCESSOR
-from zephon_mm.batch import IGNORE, Assembly, Batch, step_sha256
+from zephon_mm.batch import IGNORE, Batch, step_sha256
+from zephon_mm.engine.assembly import Assembly
 from zephon_mm.errors import ConfigError
 from zephon_mm.media import MediaLayout
 from zephon_mm.ops.pack import PackConfig, make_packer

@@ -5,36 +5,27 @@ Laws (tests/test_batch.py):
     2. A row's digest depends on the row alone, not on the batch that it came in.
     3. `to_training` never lets an invalid image's or padding's pixels reach the model.
 
-Imports: records, protocols, shm.layout. Used by: engine, pipeline.
+Imports: media, mrope. Used by: engine, pipeline.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.media import NO_MEDIA, Media, MediaLayout, MediaPlan, bytes_of, named_for_videos
+from zephon_mm.media import Media, bytes_of, named_for_videos
 from zephon_mm.mrope import mrope_positions
-from zephon_mm.packed import IndexedRecord
-from zephon_mm.packed import Sequence as PackedSequence
-from zephon_mm.protocols import ImageProcessor, VideoProcessor
-from zephon_mm.records import ImageSlot, Record
-from zephon_mm.shm.layout import Layout
 
 IGNORE = -100
 """The label of a token that carries no loss, as in torch's cross entropy."""
 
 PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
 """The names of a batch's pixel arrays: of images, of videos."""
-
-MARKS = "marks"
-"""That of the images' boxes and points."""
 
 Attention = Literal["varlen", "block", "sdpa"]
 
@@ -64,6 +55,9 @@ class Batch:
             turn out to be broken come off it later); None where this rank does not plan whole
             steps: an endless source without `balance`. Sum `num_valid_tokens` over ranks there.
         delivered: Global sequences delivered, over all ranks, once this batch is.
+        loss_weights: (B, L) float32, of the loss of predicting each token, 0 where its label is
+            -100; None without `.interleave(loss_weights=)`. Divide the sum of weighted losses by
+            the sum of weights, both over all ranks.
     """
 
     input_ids: torch.Tensor
@@ -79,6 +73,7 @@ class Batch:
     num_valid_tokens: int
     delivered: int
     step_valid_tokens: int | None = None
+    loss_weights: torch.Tensor | None = None
 
     @property
     def pixel_values(self) -> torch.Tensor:
@@ -173,7 +168,8 @@ class Batch:
                 zero, for models compiled for one shape.
 
         Returns:
-            The tensors above, and `pixel_values` in `dtype`, normalised by the image processor, all
+            The tensors above, `loss_weights` where the batch has some (shaped and shifted as the
+            labels), and `pixel_values` in `dtype`, normalised by the image processor, all
             zero for invalid images and padding; absent in a pipeline without images. NaFlex adds
             `spatial_shapes`, and `pixel_attention_mask` or (packed) `image_cu_seqlens`; Qwen-VL
             `image_grid_thw`, and its `position_ids` are (4, B, L). Videos come as
@@ -191,6 +187,9 @@ class Batch:
             "labels": labels,
             "position_ids": self.position_ids,
         }
+        if self.loss_weights is not None:
+            weights = self.loss_weights
+            tensors["loss_weights"] = _shifted(weights, 0) if shift_labels else weights
         if hasattr(self.images.processor or self.videos.processor, "merge_size"):
             tensors["position_ids"] = self.mrope_position_ids()
         if attention == "varlen":
@@ -253,8 +252,10 @@ class Batch:
 
     def _row_digest(self, row: int) -> str:
         sha = hashlib.sha256()
-        for tensor in (self.input_ids, self.labels, self.position_ids, self.segment_ids):
-            sha.update(bytes_of(tensor[row]))
+        tokens = (self.input_ids, self.labels, self.position_ids, self.segment_ids)
+        for tensor in (*tokens, self.loss_weights):
+            if tensor is not None:
+                sha.update(bytes_of(tensor[row]))
         self.images.update_digest(sha, row)
         if self.videos.processor is not None:
             self.videos.update_digest(sha, row)
@@ -267,205 +268,9 @@ def step_sha256(rows: Mapping[int, str]) -> str:
     return hashlib.sha256("".join(rows[number] for number in sorted(rows)).encode()).hexdigest()
 
 
-def pixels_name(slot: ImageSlot) -> str:
-    """Return the name of the array that an image's pixels, or a frame's, go to."""
-    return VIDEO_PIXELS if slot.video else PIXELS
-
-
-def token_fields(rows: int, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of a batch's token arrays, for its layout."""
-    shape = (rows, length)
-    return {
-        "input_ids": (shape, "int64"),
-        "labels": (shape, "int64"),
-        "position_ids": (shape, "int64"),
-        "segment_ids": (shape, "int32"),
-    }
-
-
-TOKEN_DTYPES = tuple(np.dtype(dtype) for _, dtype in token_fields(1, 1).values())
-"""Of `input_ids`, `labels`, `position_ids` and `segment_ids`."""
-
-
-def write_piece(
-    record: Record, start: int, stop: int, segment: int, arrays: Sequence[NDArray[Any]]
-) -> None:
-    """Write tokens `[start, stop)` of a record, the n-th segment of its row.
-
-    Args:
-        record: With its tokens.
-        start: As in `Piece`.
-        stop: As in `Piece`.
-        segment: n, from 1.
-        arrays: Where its ids, labels, positions and segment numbers go, (stop - start,) each.
-    """
-    ids, labels, positions, segments = arrays
-    record.write_tokens(start, stop, ids)
-    labels[:] = IGNORE
-    for first, last in record.trained_runs:
-        run = slice(max(first - start, 1), max(last - start, 0))
-        labels[run] = ids[run]
-    positions[:] = _counted(stop - start)
-    segments[:] = segment
-
-
-def _counted(size: int) -> NDArray[np.int64]:
-    """Return 0, 1, ... size - 1, out of an array that is made once."""
-    global _numbers
-    if size > len(_numbers):
-        _numbers = np.arange(2 * size)
-    return _numbers[:size]
-
-
-_numbers = np.arange(1024)
-
-
-class Text(NamedTuple):
-    """The place of a piece whose tokens are not known yet: row, first column, n-th of the row."""
-
-    row: int
-    start: int
-    segment: int
-
-
-class Assembly:
-    """The token side of a batch, filled by the driver while workers write the pixels.
-
-    Args:
-        sequences: The batch's rows, in order.
-        max_length: L, in tokens.
-        images: How the images' arrays lie.
-        videos: How those of videos do.
-    """
-
-    def __init__(
-        self,
-        sequences: Sequence[PackedSequence],
-        *,
-        max_length: int,
-        images: MediaLayout = NO_MEDIA,
-        videos: MediaLayout = NO_MEDIA,
-    ) -> None:
-        self._sequences: Sequence[PackedSequence] = sequences
-        self._length = max_length
-        self.texts: list[Text] = []
-        self.media = {PIXELS: MediaPlan(images), VIDEO_PIXELS: MediaPlan(videos)}
-        for row, sequence in enumerate(sequences):
-            self._find_images(row, sequence)
-        pixels = {name: (plan.shape, "uint8") for name, plan in self.media.items()}
-        pixels[MARKS] = ((len(self.media[PIXELS].marks), 4), "float32")
-        self.layout = Layout(token_fields(len(sequences), max_length) | pixels)
-
-    def _find_images(self, row: int, sequence: PackedSequence) -> None:
-        at = 0
-        for piece in sequence.pieces:
-            size = piece.stop - piece.start
-            for image in piece.images():
-                place = (row, at + image.start - piece.start, image.num_tokens)
-                self.media[pixels_name(image)].add(image, place, (row, at, at + size))
-            at += size
-
-    def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
-        """Write every token array in full, for slabs carry old bytes; but not `texts`."""
-        tokens = [arrays[name] for name in token_fields(0, 0)]
-        ids, labels, positions, segments = tokens
-        boundaries = [0]
-        for row, sequence in enumerate(self._sequences):
-            at = 0
-            for number, piece in enumerate(sequence.pieces, start=1):
-                end = at + piece.stop - piece.start
-                if isinstance(piece.record, IndexedRecord):
-                    self.texts.append(Text(row, at, number))
-                else:
-                    place = [array[row, at:end] for array in tokens]
-                    write_piece(piece.record, piece.start, piece.stop, number, place)
-                boundaries.append(row * self._length + end)
-                at = end
-            ids[row, at:] = pad_id
-            labels[row, at:] = IGNORE
-            positions[row, at:] = _counted(self._length - at)
-            segments[row, at:] = 0
-            if at < self._length:
-                boundaries.append((row + 1) * self._length)
-        self.cu_seqlens = np.array(boundaries, dtype=np.int32)
-
-    def write_text(self, arrays: Mapping[str, NDArray[Any]], text: Text, values: Any) -> None:
-        """Write the token arrays of a piece that a worker returned."""
-        for name, value in zip(token_fields(0, 0), values, strict=True):
-            arrays[name][text.row, text.start : text.start + len(value)] = value
-
-    def release(self) -> None:
-        """Forget the sequences: what is left serves `invalidate`."""
-        self._sequences = ()
-        for plan in self.media.values():
-            plan.release()
-
-    def invalidate(
-        self,
-        batch: Batch,
-        arrays: Mapping[str, NDArray[Any]],
-        invalid: Iterable[tuple[str, int]],
-    ) -> Batch:
-        """Zero the pixels of invalid images, mask the labels of their documents, in place.
-
-        With one tile of a picture or frame of a video all of them are.
-
-        Args:
-            batch: The batch.
-            arrays: Its arrays.
-            invalid: The name of the pixels, and the number there.
-
-        Returns:
-            The batch with `image_valid` and `num_valid_tokens` as they are now.
-        """
-        numbers = list(invalid)
-        for name, media in ((PIXELS, batch.images), (VIDEO_PIXELS, batch.videos)):
-            plan = self.media[name]
-            for image in plan.whole({number for kind, number in numbers if kind == name}):
-                plan.zero(arrays[name], image)
-                row, start, stop = plan.owners[image]
-                arrays["labels"][row, start:stop] = IGNORE
-                media.valid[image] = False
-                media.marks[media.mark_index[:, 0] == image] = 0
-        return replace(batch, num_valid_tokens=_count_valid(arrays))
-
-    def batch(
-        self,
-        arrays: Mapping[str, NDArray[Any]],
-        *,
-        numbers: Sequence[int],
-        keys: tuple[tuple[str, ...], ...],
-        delivered: int,
-        image_processor: ImageProcessor | None,
-        video_processor: VideoProcessor | None = None,
-        num_valid_tokens: int | None = None,
-        step_valid_tokens: int | None = None,
-    ) -> Batch:
-        """Return the batch: views of the arrays and small tensors of its own; all images valid."""
-        named = {name: torch.from_numpy(arrays[name]) for name in token_fields(0, 0)}
-        if num_valid_tokens is None:
-            num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
-        return Batch(
-            **named,
-            images=self.media[PIXELS].media(arrays[PIXELS], image_processor, arrays[MARKS]),
-            videos=self.media[VIDEO_PIXELS].media(arrays[VIDEO_PIXELS], video_processor),
-            cu_seqlens=torch.from_numpy(self.cu_seqlens),
-            max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),
-            sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
-            keys=keys,
-            num_valid_tokens=num_valid_tokens,
-            delivered=delivered,
-            step_valid_tokens=step_valid_tokens,
-        )
-
-
-def _count_valid(arrays: Mapping[str, NDArray[Any]]) -> int:
-    return int(np.count_nonzero(arrays["labels"] != IGNORE))
-
-
-def _shifted(labels: torch.Tensor) -> torch.Tensor:
+def _shifted(labels: torch.Tensor, filler: int = IGNORE) -> torch.Tensor:
     """Move labels one to the left; no label crosses, since a segment's first one is -100."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=filler)
 
 
 def _dense_mask(segment_ids: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from zephon_mm.compiled import topology_of
 from zephon_mm.engine.order import check_topology
 from zephon_mm.errors import ConfigError
 from zephon_mm.meshes import without_mesh
-from zephon_mm.ops.interleave import Interleave
+from zephon_mm.ops.interleave import Interleave, LossWeights
 from zephon_mm.ops.map import Filter, Map
 from zephon_mm.ops.pack import LOOKAHEAD, Algorithm, Order, PackConfig
 from zephon_mm.ops.tokenize import Tokenize
@@ -105,6 +105,7 @@ class Builder:
         train_on: Sequence[str] | Literal["all"] = ("assistant",),
         template_kwargs: Mapping[str, Any] | None = None,
         augment: Augment | None = None,
+        loss_weights: LossWeights | None = None,
         parallelism: int | None = None,
     ) -> Self:
         """Turn documents of text, images and videos into tokens and placeholders.
@@ -122,6 +123,10 @@ class Builder:
             template_kwargs: What else the template may use, such as `enable_thinking`.
             augment: What happens to decoded images at random, keyed by the sample and the sequence
                 that it is in: another thing in each pass, the same on any topology.
+            loss_weights: Give batches `loss_weights`. "token": as the documents and images say (see
+                `records.Document`, and the schemas' field `loss_weight`), 1 where they say nothing;
+                "document": that divided by the document's trained tokens, so that each counts as
+                much as another; "sqrt": divided by the root of their number, as InternVL does.
             parallelism: Workers that may measure at once.
 
         Raises:
@@ -137,6 +142,7 @@ class Builder:
                 f"interleave: video_processor must be a VideoProcessor such as "
                 f"SigLIPVideoProcessor(), got {video_processor!r}"
             )
+        check_types(Builder.interleave, "interleave", loss_weights=loss_weights)
         loaded = TextTokenizer.load(
             tokenizer, image_token=image_token, video_token=video_token, eos=eos
         )
@@ -150,6 +156,7 @@ class Builder:
             video_processor=video_processor,
             chat=chat,
             augment=augment,
+            loss_weights=loss_weights,
         )
         return self._build(stages=self._stages.with_interleave(stage, parallelism))
 

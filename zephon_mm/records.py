@@ -74,7 +74,9 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image segment of a document: a pointer to its compressed bytes, and marks in the picture.
+    """An image segment of a document: a pointer to its compressed bytes.
+
+    `weight` is the loss weight of the text that follows, up to the next image or video.
 
     `boxes` are (left, top, right, bottom), `points` (x, y), in pixels from the outer corner of the
     first: pixel i is [i, i + 1). They are of the picture as it is stored, before EXIF turns it;
@@ -82,6 +84,7 @@ class Image:
     """
 
     blob: Blob
+    weight: float = 1.0
     boxes: tuple[tuple[float, ...], ...] = ()
     points: tuple[tuple[float, ...], ...] = ()
     upright: bool = False
@@ -89,9 +92,10 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video segment of a document: a pointer to its file."""
+    """A video segment of a document: a pointer to its file; `weight` as of an image."""
 
     blob: Blob
+    weight: float = 1.0
 
 
 Segment = Text | Image | Video
@@ -116,12 +120,14 @@ class Document:
     """One sample: an ordered list of segments, or a conversation, which has messages instead.
 
     `key` is the name it has in its data, if any; `tools` are a conversation's functions, as JSON.
+    `weight` is the loss weight of its tokens; that of an image comes on top.
     """
 
     segments: tuple[Segment, ...]
     key: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
+    weight: float = 1.0
 
     @property
     def media(self) -> list[Image | Video]:
@@ -194,6 +200,7 @@ class Record(NamedTuple):
     Image placeholders are most of a document's tokens and all the same, so they are not stored:
     `text_ids` is int32, all tokens but those. `trained_runs` are the tokens that carry loss.
     `uncut` are the ranges that may not be cut: each image or video with its start and end tokens.
+    `weights` are the loss weights of `trained_runs`; empty in a pipeline without.
     """
 
     ref: SampleRef
@@ -204,6 +211,7 @@ class Record(NamedTuple):
     uncut: Runs
     image_id: int
     video_id: int = -1
+    weights: tuple[float, ...] = ()
 
     def write_tokens(self, start: int, stop: int, out: NDArray[Any]) -> None:
         """Write tokens `[start, stop)`, which cut no image, into `out` of that length."""

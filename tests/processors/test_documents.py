@@ -212,6 +212,25 @@ def test_unknown_fields_are_listed():
 # A user's function.
 
 
+def test_loss_weight_weighs_the_document_or_each_of_its_images():
+    sample = {"images": [PICTURE, None, ROW], "texts": [None, "x", None]}
+    assert to_document(sample | {"loss_weight": 2}).weight == 2.0
+    found = to_document(sample | {"json": {"loss_weight": [0.5, 0]}})
+    assert [one.weight for one in found.media] == [0.5, 0.0]
+    assert found.weight == 1.0
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
+    chat = to_document({"messages": turns, "images": [ROW], "loss_weight": [0.25]})
+    assert [one.weight for one in chat.media] == [0.25]
+
+
+@pytest.mark.parametrize("value", ["2", [1.0], [1, "2"], {}])
+def test_a_loss_weight_that_fits_no_image_is_refused(value):
+    sample = {"images": [PICTURE, None, ROW], "texts": [None, "x", None], "loss_weight": value}
+    with pytest.raises(SampleError, match="expected a number, or a list of 2") as caught:
+        to_document(sample)
+    assert caught.value.reason == "bad_weight"
+
+
 def test_a_function_makes_or_drops_the_document():
     def schema(sample):
         if sample["alt"] == "":

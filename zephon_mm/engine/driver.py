@@ -17,7 +17,7 @@ Invariants:
        flight, the consumer holds every slab, and the batch comes in ordinary memory.
     3. Every image region is written by its task, or zeroed before delivery.
 
-Imports: engine.planner, engine.tasks, engine.schedule, batch, shm, runners. Used by: pipeline.
+Imports: engine.{assembly, planner, schedule, tasks}, batch, shm, runners. Used by: pipeline.
 """
 
 import logging
@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import Assembly, Batch
+from zephon_mm.batch import Batch
+from zephon_mm.engine.assembly import Assembly
 from zephon_mm.engine.blocks import RawContext
 from zephon_mm.engine.lanes import Cursor, LanePlan
 from zephon_mm.engine.measuring import Measured, Measuring
@@ -336,6 +337,7 @@ class Driver:
             max_length=config.max_length,
             images=config.images,
             videos=config.videos,
+            weighted=config.context.weighted,
         )
         slab, base = self._slab(assembly.layout.num_bytes)
         arrays = assembly.layout.views(slab)

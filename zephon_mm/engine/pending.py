@@ -1,6 +1,6 @@
 """A planned batch on its way: its jobs are counted down as tasks of a few of them end.
 
-Imports: batch, errors, io, engine.planner, engine.schedule, engine.tasks. Used by:
+Imports: batch, errors, io, engine.{assembly, planner, schedule, tasks}. Used by:
 engine.driver, planning.
 """
 
@@ -13,16 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import (
-    MARKS,
-    PIXELS,
-    VIDEO_PIXELS,
-    Assembly,
-    Batch,
-    Text,
-    pixels_name,
-    token_fields,
-)
+from zephon_mm.batch import PIXELS, VIDEO_PIXELS, Batch
+from zephon_mm.engine.assembly import MARKS, Assembly, Text, pixels_name
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
@@ -277,7 +269,7 @@ def _marked(
 def _text_job(assembly: Assembly, text: Text, piece: Piece, base: int) -> TextJob:
     offsets = None
     if base >= 0:
-        fields = [assembly.layout.fields[name] for name in token_fields(0, 0)]
+        fields = [assembly.layout.fields[name] for name in assembly.fields]
         at = text.row * fields[0].shape[1] + text.start
         offsets = tuple(base + field.offset + at * field.dtype.itemsize for field in fields)
     record = piece.record

@@ -4,7 +4,7 @@ What a task returns is a list as long as its items, so that the scheduler may ru
 A defect of the data becomes a `Skip` or a `Failure`. A fault of the environment (OSError) is tried
 again here, then raised with the sample's name: it never becomes a result.
 
-Imports: batch, io, ops, processors.documents, records. Used by: engine.planner, engine.driver.
+Imports: engine.assembly, io, ops, processors.documents, records. Used by: engine.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import TOKEN_DTYPES, write_piece
+from zephon_mm.engine.assembly import TOKEN_FIELDS, write_piece
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
 from zephon_mm.io import Dataset, open_blob, read_blob
 from zephon_mm.measured import Measured
@@ -61,6 +61,11 @@ class Context:
     video_processor: VideoProcessor | None = None
     augment: Augment | None = None
 
+    @property
+    def weighted(self) -> bool:
+        """Whether tokens have loss weights."""
+        return getattr(self.interleave, "loss_weights", None) is not None
+
 
 class ImageJob(NamedTuple):
     """An image, or parts of a video, to write at `offset` of the arena; -1: return the array.
@@ -88,7 +93,7 @@ class ImageJob(NamedTuple):
 class TextJob(NamedTuple):
     """The token arrays of one piece to write, of a record out of the index.
 
-    `offsets` are those of its first token in the arena's four token arrays; None: return the arrays
+    `offsets` are those of its first token in the arena's token arrays; None: return the arrays
     instead. `segment` is its number in the row. `num_tokens` and `extents` (int32, as bytes) are
     what the index says of the record.
     """
@@ -379,11 +384,12 @@ def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[
         found = f"it gives {record.num_tokens} tokens, the index has {job.num_tokens}"
         raise _stale(context, job.ref, found)
     size = job.stop - job.start
+    dtypes = [*TOKEN_FIELDS.values()][: None if context.weighted else -1]
     if job.offsets is None or context.arena is None:
-        arrays = [np.empty(size, dtype=dtype) for dtype in TOKEN_DTYPES]
+        arrays = [np.empty(size, dtype=dtype) for dtype in dtypes]
         write_piece(record, job.start, job.stop, job.segment, arrays)
         return arrays
-    places = zip(job.offsets, TOKEN_DTYPES, strict=True)
+    places = zip(job.offsets, dtypes, strict=True)
     arrays = [context.arena.view(at, size * kind.itemsize).view(kind) for at, kind in places]
     write_piece(record, job.start, job.stop, job.segment, arrays)
     return None

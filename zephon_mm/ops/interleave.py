@@ -10,6 +10,7 @@ Laws:
        image or video as in law 1. What the template marks carries loss, except images: a token that
        crosses a border belongs where its first character is that is no space. A conversation none
        of whose tokens are trained is refused, or all of them unless that was asked for.
+    5. A token's loss weight is the document's, times that of the image or video before it.
 
 Imports: errors, protocols, records, processors.template, ops.tokenizer. Used by: ops.tokenize,
 engine, builder.
@@ -17,10 +18,11 @@ engine, builder.
 
 import inspect
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -44,6 +46,7 @@ from zephon_mm.records import (
 )
 
 T = TypeVar("T")
+LossWeights = Literal["token", "document", "sqrt"]
 
 
 class BlobSource(Protocol):
@@ -76,6 +79,7 @@ class Interleave:
         video_processor: What videos become; None for documents without.
         chat: How conversations are written; None for documents that are none.
         augment: What happens to decoded images at random; None for nothing.
+        loss_weights: See `Builder.interleave`; None gives tokens no weights.
     """
 
     tokenizer: TextTokenizer
@@ -84,6 +88,7 @@ class Interleave:
     video_processor: VideoProcessor | None = None
     chat: ChatTemplate | None = None
     augment: Augment | None = None
+    loss_weights: LossWeights | None = None
 
     def __post_init__(self) -> None:
         write = getattr(self.image_processor, "write", None)
@@ -131,20 +136,25 @@ class Interleave:
         trained: list[tuple[int, int]] = []
         slots: list[ImageSlot] = []
         uncut: list[tuple[int, int]] = []
+        weights: list[float] = []
+        weight = document.weight
         for content, train in (self._chat if document.messages else self._segments)(document):
             start = len(ids) + placeholders
             if isinstance(content, list):
                 ids += content
                 if train and content:
                     trained.append((start, len(ids) + placeholders))
+                    weights.append(weight)
             else:
                 number = len(uncut)
                 shape = known[number] if number < len(known) else None
                 shape = shape or self._shape(content, blobs)
                 placeholders += self._media(ids, placeholders, content, number, shape, slots)
                 uncut.append((start, len(ids) + placeholders))
+                weight = document.weight * content.weight
         if not document.messages:
             self._end(ids, placeholders, trained)
+        weights += [weight] * (len(trained) - len(weights))  # that of the end token
         return Record(
             ref,
             len(ids) + placeholders,
@@ -154,7 +164,25 @@ class Interleave:
             tuple(uncut),
             -1 if self.tokenizer.image_id is None else self.tokenizer.image_id,
             -1 if self.tokenizer.video_id is None else self.tokenizer.video_id,
+            self._weights(trained, weights),
         )
+
+    def _weights(self, trained: list[tuple[int, int]], weights: list[float]) -> tuple[float, ...]:
+        """Return the loss weights of runs, as the setting wants them."""
+        if wrong := [weight for weight in weights if not 0 <= weight < math.inf]:
+            raise SampleError(
+                "bad_weight", f"found the loss weight {wrong[0]}, expected a number, 0 or more"
+            )
+        if self.loss_weights is None:
+            if weights.count(1) < len(weights):
+                raise ConfigError(
+                    f"a document has the loss weights {sorted(set(weights))[:4]}, but batches have "
+                    "none: set .interleave(loss_weights='token')"
+                )
+            return ()
+        count = max(1, sum(stop - max(start, 1) for start, stop in trained))
+        power = {"token": 0.0, "sqrt": 0.5, "document": 1.0}[self.loss_weights]
+        return tuple([weight / count**power for weight in weights])
 
     def _segments(self, document: Document) -> Iterator[_Piece]:
         yield list(self.tokenizer.bos_ids), False
@@ -229,6 +257,8 @@ class Interleave:
             found["chat"] = dict(self.chat.fingerprint())
         if self.augment is not None:
             found["augment"] = dict(self.augment.fingerprint())
+        if self.loss_weights is not None:
+            found["loss_weights"] = self.loss_weights
         return found
 
     def _shape(self, media: Image | Video, blobs: BlobSource) -> MediaShape:

@@ -1,0 +1,233 @@
+"""The token side of a batch, laid out and filled by the driver while workers write the pixels.
+
+Laws (tests/test_batch.py):
+    1. Every element of every array is written, by the driver or by a task: slabs carry old bytes.
+    2. A token without loss, padding, and the document of an invalid image have the weight 0.
+
+Cost: 2 us a document. Imports: batch, media, packed, records, shm.layout. Used by: engine.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zephon_mm.batch import IGNORE, PIXELS, VIDEO_PIXELS, Batch
+from zephon_mm.media import NO_MEDIA, MediaLayout, MediaPlan
+from zephon_mm.packed import IndexedRecord
+from zephon_mm.packed import Sequence as PackedSequence
+from zephon_mm.protocols import ImageProcessor, VideoProcessor
+from zephon_mm.records import ImageSlot, Record
+from zephon_mm.shm.layout import Layout
+
+MARKS = "marks"
+"""The name of the array of the images' boxes and points."""
+
+
+def pixels_name(slot: ImageSlot) -> str:
+    """Return the name of the array that an image's pixels, or a frame's, go to."""
+    return VIDEO_PIXELS if slot.video else PIXELS
+
+
+TOKEN_FIELDS: dict[str, np.dtype[Any]] = {
+    "input_ids": np.dtype(np.int64),
+    "labels": np.dtype(np.int64),
+    "position_ids": np.dtype(np.int64),
+    "segment_ids": np.dtype(np.int32),
+    "loss_weights": np.dtype(np.float32),
+}
+"""A batch's token arrays, (B, L), in the order of `write_piece`; the last one not in each."""
+
+
+def write_piece(
+    record: Record, start: int, stop: int, segment: int, arrays: Sequence[NDArray[Any]]
+) -> None:
+    """Write tokens `[start, stop)` of a record, the n-th segment of its row.
+
+    Args:
+        record: With its tokens.
+        start: As in `Piece`.
+        stop: As in `Piece`.
+        segment: n, from 1.
+        arrays: Where its ids, labels, positions and segment numbers go, (stop - start,) each, and
+            its loss weights, if the batch has some.
+    """
+    ids, labels, positions, segments, *others = arrays
+    record.write_tokens(start, stop, ids)
+    labels[:] = IGNORE
+    for first, last in record.trained_runs:
+        run = slice(max(first - start, 1), max(last - start, 0))
+        labels[run] = ids[run]
+    positions[:] = _counted(stop - start)
+    segments[:] = segment
+    for weights in others:
+        weights[:] = 0
+        for (first, last), weight in zip(record.trained_runs, record.weights, strict=True):
+            weights[max(first - start, 1) : max(last - start, 0)] = weight
+
+
+def _counted(size: int) -> NDArray[np.int64]:
+    """Return 0, 1, ... size - 1, out of an array that is made once."""
+    global _numbers
+    if size > len(_numbers):
+        _numbers = np.arange(2 * size)
+    return _numbers[:size]
+
+
+_numbers = np.arange(1024)
+
+
+class Text(NamedTuple):
+    """The place of a piece whose tokens are not known yet: row, first column, n-th of the row."""
+
+    row: int
+    start: int
+    segment: int
+
+
+class Assembly:
+    """Lays a batch out, fills its tokens, and makes it.
+
+    Args:
+        sequences: The batch's rows, in order.
+        max_length: L, in tokens.
+        images: How the images' arrays lie.
+        videos: How those of videos do.
+        weighted: Whether tokens have loss weights.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[PackedSequence],
+        *,
+        max_length: int,
+        images: MediaLayout = NO_MEDIA,
+        videos: MediaLayout = NO_MEDIA,
+        weighted: bool = False,
+    ) -> None:
+        self._sequences: Sequence[PackedSequence] = sequences
+        self._length = max_length
+        self.texts: list[Text] = []
+        self.media = {PIXELS: MediaPlan(images), VIDEO_PIXELS: MediaPlan(videos)}
+        for row, sequence in enumerate(sequences):
+            self._find_images(row, sequence)
+        self.fields = tuple(TOKEN_FIELDS)[: None if weighted else -1]
+        shape = (len(sequences), max_length)
+        arrays: dict[str, tuple[tuple[int, ...], str]]
+        arrays = {name: (shape, TOKEN_FIELDS[name].name) for name in self.fields}
+        arrays |= {name: (plan.shape, "uint8") for name, plan in self.media.items()}
+        arrays[MARKS] = ((len(self.media[PIXELS].marks), 4), "float32")
+        self.layout = Layout(arrays)
+
+    def _find_images(self, row: int, sequence: PackedSequence) -> None:
+        at = 0
+        for piece in sequence.pieces:
+            size = piece.stop - piece.start
+            for image in piece.images():
+                place = (row, at + image.start - piece.start, image.num_tokens)
+                self.media[pixels_name(image)].add(image, place, (row, at, at + size))
+            at += size
+
+    def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
+        """Write every token array in full, for slabs carry old bytes; but not `texts`."""
+        tokens = [arrays[name] for name in self.fields]
+        ids, labels, positions, segments, *others = tokens
+        boundaries = [0]
+        for row, sequence in enumerate(self._sequences):
+            at = 0
+            for number, piece in enumerate(sequence.pieces, start=1):
+                end = at + piece.stop - piece.start
+                if isinstance(piece.record, IndexedRecord):
+                    self.texts.append(Text(row, at, number))
+                else:
+                    place = [array[row, at:end] for array in tokens]
+                    write_piece(piece.record, piece.start, piece.stop, number, place)
+                boundaries.append(row * self._length + end)
+                at = end
+            ids[row, at:] = pad_id
+            labels[row, at:] = IGNORE
+            positions[row, at:] = _counted(self._length - at)
+            segments[row, at:] = 0
+            for weights in others:
+                weights[row, at:] = 0
+            if at < self._length:
+                boundaries.append((row + 1) * self._length)
+        self.cu_seqlens = np.array(boundaries, dtype=np.int32)
+
+    def write_text(self, arrays: Mapping[str, NDArray[Any]], text: Text, values: Any) -> None:
+        """Write the token arrays of a piece that a worker returned."""
+        for name, value in zip(self.fields, values, strict=True):
+            arrays[name][text.row, text.start : text.start + len(value)] = value
+
+    def release(self) -> None:
+        """Forget the sequences: what is left serves `invalidate`."""
+        self._sequences = ()
+        for plan in self.media.values():
+            plan.release()
+
+    def invalidate(
+        self,
+        batch: Batch,
+        arrays: Mapping[str, NDArray[Any]],
+        invalid: Iterable[tuple[str, int]],
+    ) -> Batch:
+        """Zero pixels and marks of invalid images, mask the labels of their documents, in place.
+
+        With one tile of a picture or frame of a video all of them are.
+
+        Args:
+            batch: The batch.
+            arrays: Its arrays.
+            invalid: The name of the pixels, and the number there.
+
+        Returns:
+            The batch with `image_valid` and `num_valid_tokens` as they are now.
+        """
+        numbers = list(invalid)
+        for name, media in ((PIXELS, batch.images), (VIDEO_PIXELS, batch.videos)):
+            plan = self.media[name]
+            for image in plan.whole({number for kind, number in numbers if kind == name}):
+                plan.zero(arrays[name], image)
+                row, start, stop = plan.owners[image]
+                arrays["labels"][row, start:stop] = IGNORE
+                if batch.loss_weights is not None:
+                    batch.loss_weights[row, start:stop] = 0
+                media.valid[image] = False
+                media.marks[media.mark_index[:, 0] == image] = 0
+        return replace(batch, num_valid_tokens=_count_valid(arrays))
+
+    def batch(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        *,
+        numbers: Sequence[int],
+        keys: tuple[tuple[str, ...], ...],
+        delivered: int,
+        image_processor: ImageProcessor | None,
+        video_processor: VideoProcessor | None = None,
+        num_valid_tokens: int | None = None,
+        step_valid_tokens: int | None = None,
+    ) -> Batch:
+        """Return the batch: views of the arrays and small tensors of its own; all images valid."""
+        named: Any = {name: torch.from_numpy(arrays[name]) for name in self.fields}
+        if num_valid_tokens is None:
+            num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
+        return Batch(
+            **named,
+            images=self.media[PIXELS].media(arrays[PIXELS], image_processor, arrays[MARKS]),
+            videos=self.media[VIDEO_PIXELS].media(arrays[VIDEO_PIXELS], video_processor),
+            cu_seqlens=torch.from_numpy(self.cu_seqlens),
+            max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),
+            sequence_ids=torch.from_numpy(np.array(numbers, dtype=np.int64)),
+            keys=keys,
+            num_valid_tokens=num_valid_tokens,
+            delivered=delivered,
+            step_valid_tokens=step_valid_tokens,
+        )
+
+
+def _count_valid(arrays: Mapping[str, NDArray[Any]]) -> int:
+    return int(np.count_nonzero(arrays["labels"] != IGNORE))
