@@ -25,6 +25,7 @@ from zephon_mm.processors.augment import Drawn, Size, window
 from zephon_mm.processors.header import ImageHeader
 from zephon_mm.records import Image
 
+_FAR = 2.0**32  # that a picture reaches, by far
 _SIZES = {"boxes": ("(left, top, right, bottom)", 4), "points": ("(x, y)", 2)}
 
 
@@ -71,7 +72,7 @@ def shown_marks(image: Image, header: ImageHeader, size: Size, drawn: Drawn) -> 
     found = np.concatenate((pairs.min(axis=1), pairs.max(axis=1)), axis=1)
     boxes = found[: len(image.boxes)]
     np.clip(boxes, 0, 1, out=boxes)
-    return (found + 0.0).astype(np.float32)
+    return found.astype(np.float32) + np.float32(0)
 
 
 def _corners(image: Image) -> NDArray[np.float64]:
@@ -85,12 +86,12 @@ def _corners(image: Image) -> NDArray[np.float64]:
             marks = np.array(given, dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
             marks = np.empty(0)
-        sound = marks.shape == (len(given), size) and np.isfinite(marks).all()
+        sound = marks.shape == (len(given), size) and (np.abs(marks) < _FAR).all()
         if not sound or (marks[:, :2] > marks[:, -2:]).any():
             raise SampleError(
                 "bad_field",
                 f"found {name} {repr(given)[:200]}, expected each as {form} in pixels, finite "
-                "numbers, left <= right and top <= bottom",
+                "numbers below 2**32, left <= right and top <= bottom",
             )
         found.append(np.concatenate((marks[:, :2], marks[:, -2:]), axis=1))
     return np.concatenate(found)

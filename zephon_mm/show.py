@@ -2,7 +2,8 @@
 
 Laws (tests/test_show.py):
     1. Everything is drawn where its tokens are.
-    2. A thumbnail is the picture that the processor was given, however its patches lie in a batch.
+    2. A thumbnail is the picture that the processor was given, however its patches lie in a batch,
+       with its boxes.
     3. The attention that is drawn is the mask that `Batch.to_training` gives.
     4. No display is needed, and pyplot's global state is left alone.
 
