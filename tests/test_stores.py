@@ -1,6 +1,7 @@
 """Stores: a real S3 server behind a proxy that fails, plain HTTP, a hub, all on loopback."""
 
 import gzip
+import json
 import logging
 import multiprocessing
 import os
@@ -104,6 +105,23 @@ def test_rows_and_digests_are_those_of_local_files(fmt: str, s3: Proxy, tmp_path
     assert contents(pickle.loads(pickle.dumps(there))) == contents(here)
     wanted = [path for path, _ in s3.gets()]
     assert len(wanted) == len(set(wanted)) == len(FORMATS[fmt])  # each was downloaded once
+
+
+def test_google_storage_is_read_through_the_same_listing_and_ranges(
+    s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google's listing in XML is S3's, so that one server answers both."""
+    account = {"gcs_base_url": s3.url, "disable_oauth": True, "client_email": "", "private_key": ""}
+    file = tmp_path / "account.json"
+    file.write_text(json.dumps(account | {"private_key_id": ""}))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(file))
+    files = FORMATS["webdataset"]
+    here = Dataset.from_path("d", write(tmp_path / "here", files), cache_dir=tmp_path / "c")
+    url = upload(s3, files, "google").replace("s3://", "gs://")
+    s3.faults += ["truncate", 503, "reset"]
+    there = Dataset.from_path("d", url, cache_dir=tmp_path / "cache", progress=False)
+    assert there.digest() == here.digest()
+    assert contents(there) == contents(here)
 
 
 @pytest.mark.parametrize(
