@@ -131,6 +131,8 @@ def to_document(
 
 def _with_fields(document: Document, sample: Sample) -> Document:
     """Return the document with the weights, boxes and points that its sample has."""
+    if _find(sample, ("loss_weight", "boxes", "points")) is None:
+        return document
     document = _weighted(document, sample)
     for name in ("boxes", "points"):
         if (found := _find(sample, (name,))) is not None:

@@ -13,7 +13,8 @@ Laws (tests/processors/test_marks.py):
        where nothing of it is left; a point that was cut away lies outside 0 to 1.
     3. The same on every CPU: sums, products and quotients of float64, without a zero's sign.
 
-Cost: 40 us for an image that has some. Imports: errors, records, augment, header. Used by:
+Cost: for an image with 4 boxes 6 us to count and 20 to move them; the sample is read again where
+the image is decoded. Imports: errors, records, augment, header. Used by:
 ops.interleave, the engine's tasks.
 """
 

@@ -233,8 +233,10 @@ class MediaPlan:
         """
         if self.layout.unit_shape is None:
             self.layout = self.layout._replace(unit_shape=slot.shape)
-        for kind, count in enumerate(slot.marks):
-            self.marks += [(len(self.slots), number, kind) for number in range(count)]
+        if slot.marks:
+            self.marks += [
+                (len(self.slots), n, kind) for kind in (0, 1) for n in range(slot.marks[kind])
+            ]
         self.slots.append(slot)
         self.parts.append(slot.part)
         self.index.append(place)
