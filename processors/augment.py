@@ -5,14 +5,13 @@ Laws (tests/processors/test_augment.py):
        what is drawn for another. The pixels depend on nothing else, not on the number of threads.
     2. A picture keeps its size: a crop is enlarged again. So token counts and shapes stay what
        they were measured from the header.
-    3. Boxes and points move with what they mark.
 
-Places are in pixels of the picture, x before y, from the outer corner of the first pixel: pixel i
-is [i, i + 1). Pixels are changed by torchvision's v2 operators, except contrast, whose mean is
-summed here in integers: torchvision's depends on the number of threads (seen).
+Boxes and points follow in `marks`. Pixels are changed by torchvision's v2 operators, except
+contrast, whose mean is summed here in integers: torchvision's depends on the number of threads
+(seen).
 
 Cost: a megapixel takes 8 ms to crop, 10 a colour, 90 hue; the first picture a second, to import
-torchvision. Imports: errors, rng. Used by: image processors.
+torchvision. Imports: errors, rng. Used by: marks, ops.interleave, the engine's tasks.
 """
 
 import math
@@ -23,14 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
 from zephon_mm.rng import Stream
 
 Size = tuple[int, int]
 """Height and width in pixels."""
-Places = NDArray[np.float64]
 
 _LUMA = (299, 587, 114)  # of red, green and blue
 
@@ -144,69 +142,3 @@ def window(size: Size, drawn: Drawn) -> tuple[int, int, int, int]:
     height, width = (max(1, round(side * drawn.side)) for side in size)
     top, left = int(drawn.y * (size[0] - height + 1)), int(drawn.x * (size[1] - width + 1))
     return top, left, height, width
-
-
-def move_points(points: ArrayLike, size: Size, drawn: Drawn) -> Places:
-    """Return where `apply` moves points, (n, 2) float64; outside the picture if cut away.
-
-    Args:
-        points: (n, 2), x and y.
-        size: Of the picture.
-        drawn: What `Augment.draw` gave.
-    """
-    top, left, height, width = window(size, drawn)
-    x, y = np.asarray(points, dtype=np.float64).reshape(-1, 2).T
-    x, y = (x - left) * (size[1] / width), (y - top) * (size[0] / height)
-    return np.stack((size[1] - x if drawn.flip else x, y), axis=1)
-
-
-def move_boxes(boxes: ArrayLike, size: Size, drawn: Drawn) -> Places:
-    """Return where `apply` moves boxes, (n, 4) float64, cut at the edges of the picture.
-
-    A box that is cut away has no width or no height.
-
-    Args:
-        boxes: (n, 4), left, top, right and bottom.
-        size: Of the picture.
-        drawn: What `Augment.draw` gave.
-    """
-    moved = _boxes(move_points(boxes, size, drawn))
-    return np.clip(moved, 0, (size[1], size[0], size[1], size[0]))
-
-
-def turn_points(points: ArrayLike, stored_size: Size, orientation: int) -> Places:
-    """Return points of a stored picture in the upright one, (n, 2) float64.
-
-    Args:
-        points: (n, 2), x and y.
-        stored_size: Of the picture before it is turned.
-        orientation: EXIF's, 1..8, as in `ImageHeader`.
-    """
-    x, y = np.asarray(points, dtype=np.float64).reshape(-1, 2).T
-    height, width = stored_size
-    if orientation >= 5:
-        x, y, height, width = y, x, width, height
-    if orientation in (3, 4, 7, 8):
-        y = height - y
-    if orientation in (2, 3, 6, 7):
-        x = width - x
-    return np.stack((x, y), axis=1)
-
-
-def turn_boxes(boxes: ArrayLike, stored_size: Size, orientation: int) -> Places:
-    """Return boxes of a stored picture in the upright one, (n, 4) float64; as `turn_points`."""
-    return _boxes(turn_points(boxes, stored_size, orientation))
-
-
-def scale_places(places: ArrayLike, size: Size, new_size: Size) -> Places:
-    """Return points (n, 2) or boxes (n, 4) of a picture in the same one resized, float64."""
-    found: Places = np.array(places, dtype=np.float64)
-    found[:, 0::2] *= new_size[1] / size[1]
-    found[:, 1::2] *= new_size[0] / size[0]
-    return found
-
-
-def _boxes(corners: Places) -> Places:
-    """Return boxes, (n, 4), of two opposite corners each, (2 n, 2)."""
-    pairs = corners.reshape(-1, 2, 2)
-    return np.concatenate((pairs.min(axis=1), pairs.max(axis=1)), axis=1)

@@ -17,6 +17,10 @@ videos (see `records.Image`).
 OBELICS is `interleaved`: a reader finds the local copies of its URLs (`image_map=`), and a sample
 with a URL that has none is skipped and counted (`image_url`).
 
+`boxes` and `points` mark things in the images, as `records.Image` says, also inside `json`: a list
+for each image in the order of the document, null where it has none; for one image its list may
+stand alone, `[[left, top, right, bottom], ...]`.
+
 Any other layout takes a function: `schema=lambda sample: Document((Text(sample["alt"]),))`; it may
 return None to drop a sample. Other fields are ignored.
 
@@ -25,6 +29,7 @@ Laws (tests/processors/test_documents.py):
        order; text is what was stored, with lone surrogates as U+FFFD.
     2. What is missing is a countable reason, never a shorter document in silence: `no_image`,
        `no_text`, `empty_image` (0 bytes), `empty_text` (""). White space is text.
+    3. Each image has its own boxes and points; what cannot be dealt to the images is `bad_field`.
 
 Cost: 2 us a sample. Imports: errors, records, protocols, processors.chat. Used by: the engine's
 tasks, io.
@@ -113,7 +118,7 @@ def to_document(
         document = _chat(sample, key, faults)
         if faults:
             _refuse(sample, faults[0], key, missing)
-        return _weighted(document, sample)
+        return _with_fields(document, sample)
     _BUILDERS[name](sample, segments, faults)
     if faults and missing != "keep":
         _refuse(sample, faults[0], key, missing)
@@ -121,7 +126,18 @@ def to_document(
         raise SampleError(
             "empty_document", f"sample {key!r} has no image and no text ({_listed(sample)})"
         )
-    return _weighted(Document(tuple(segments), key), sample)
+    return _with_fields(Document(tuple(segments), key), sample)
+
+
+def _with_fields(document: Document, sample: Sample) -> Document:
+    """Return the document with the weights, boxes and points that its sample has."""
+    if _find(sample, ("loss_weight", "boxes", "points")) is None:
+        return document
+    document = _weighted(document, sample)
+    for name in ("boxes", "points"):
+        if (found := _find(sample, (name,))) is not None:
+            document = _marked(document, name, found)
+    return document
 
 
 def _weighted(document: Document, sample: Sample) -> Document:
@@ -139,16 +155,43 @@ def _weighted(document: Document, sample: Sample) -> Document:
             f"loss_weight is {found!r}, expected a number, or a list of {num_media}, one for each "
             "image and video of the document",
         )
-    weights = iter(found)
+    return _changed(document, [{"weight": float(weight)} for weight in found])
 
-    def weighted(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+
+def _marked(document: Document, name: str, value: Any) -> Document:
+    """Return the document with a field's boxes or points on its images."""
+
+    def is_list(one: Any) -> bool:
+        return isinstance(one, list | tuple)
+
+    media = document.media
+    count = sum(isinstance(one, Image) for one in media)
+    each = list(value) if is_list(value) else [value]
+    nested = all(one is None or (is_list(one) and all(map(is_list, one))) for one in each)
+    if count == 1 and not (nested and len(each) == 1):
+        each, nested = [each], True
+    if count and not (nested and len(each) == count):
+        raise SampleError(
+            "bad_field",
+            f"found {repr(value)[:200]} as `{name}` of {count} images, expected {count} lists, one "
+            "for each image",
+        )
+    marks = iter([tuple(tuple(m) if is_list(m) else m for m in one or ()) for one in each])
+    changes = [{name: next(marks)} if isinstance(one, Image) else {} for one in media]
+    return _changed(document, changes)
+
+
+def _changed(document: Document, changes: Iterable[Mapping[str, Any]]) -> Document:
+    """Return the document with other fields of its images and videos, in order."""
+    each = iter(changes)
+
+    def changed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         return tuple(
-            one if isinstance(one, Text) else replace(one, weight=float(next(weights)))
-            for one in segments
+            one if isinstance(one, Text) else replace(one, **next(each)) for one in segments
         )
 
-    turns = [replace(turn, segments=weighted(turn.segments)) for turn in document.messages]
-    return replace(document, segments=weighted(document.segments), messages=tuple(turns))
+    turns = tuple(replace(turn, segments=changed(turn.segments)) for turn in document.messages)
+    return replace(document, segments=changed(document.segments), messages=turns)
 
 
 def _from_function(

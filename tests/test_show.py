@@ -167,6 +167,16 @@ def test_a_thumbnail_lies_in_the_middle_of_its_tokens_and_a_broken_one_is_framed
     assert shows(found, BROKEN).tolist() == [False, False, False, True, True]
 
 
+def test_a_box_is_framed_where_it_is_in_the_thumbnail() -> None:
+    image = Span(10, 60, pixels=GREEN, boxes=[(0.25, 0.5, 0.75, 1.0)])
+    axes = draw_rows([Row("row", 100, [Span(0, 80, "d/0", "d")], [image], [])]).axes[0]
+    (picture,), (frame,) = axes.images, axes.patches
+    left, right, bottom, top = picture.get_extent()
+    width, height = right - left, bottom - top
+    wanted = [left + width / 4, top + height / 2, left + width * 3 / 4, bottom]
+    assert np.allclose(frame.get_bbox().extents, wanted)
+
+
 def test_an_image_that_did_not_decode_is_told(recipe: Recipe) -> None:
     with recipe.build() as pipeline:
         batch = next(iter(pipeline))

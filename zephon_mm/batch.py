@@ -45,8 +45,9 @@ class Batch:
         segment_ids: (B, L) int32, 1..n along a row; 0 is padding.
         cu_seqlens: (segments + 1,) int32 over the flattened B x L; padding is a segment too.
         max_seqlen: Longest segment, in tokens.
-        images: Pixels and places of the images; `pixel_values`, `image_index`, `image_valid` and
-            what patches need are properties that show its fields.
+        images: Pixels and places of the images, and the documents' boxes and points in them;
+            `pixel_values`, `image_index`, `image_valid` and what patches need are properties that
+            show its fields.
         videos: The same of the frames (or temporal patches) of the videos.
         sequence_ids: (B,) int64, the global numbers of the rows.
         keys: For each row, the samples in it, as of `Dataset.key`: `captions/1017`.

@@ -50,6 +50,7 @@ class MediaLayout(NamedTuple):
 
 
 NO_MEDIA = MediaLayout()
+NO_MARKS = np.zeros((0, 4), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +67,11 @@ class Media:
         layout: Of `pixel_values`.
         ragged: Whether an image has units of its own number, not padded.
         processor: Which made them; None in a pipeline without.
+        marks: (M, 4) float32: the boxes and points of the documents, as fractions, 0 to 1, of what
+            the image shows (`processors.marks`): left, top, right, bottom; of a point x, y, x, y.
+            Zero where the image is not valid.
+        mark_index: (M, 3) int64: image (of a picture in tiles the whole view), number among its
+            boxes or points, 0 for a box or 1 for a point; ordered by image, kind, number.
     """
 
     pixel_values: torch.Tensor
@@ -76,6 +82,8 @@ class Media:
     layout: MediaLayout
     ragged: bool
     processor: Any
+    marks: torch.Tensor
+    mark_index: torch.Tensor
 
     def __len__(self) -> int:
         """Return N."""
@@ -88,6 +96,26 @@ class Media:
             return self.pixel_values[first:last]
         pixels = self.pixel_values[number]
         return pixels if self.layout.pad_to is None else pixels[: last - first]
+
+    @property
+    def boxes(self) -> torch.Tensor:
+        """(boxes, 4) float32: left, top, right, bottom; cut at the edges of what is shown."""
+        return self.marks[self.mark_index[:, 2] == 0]
+
+    @property
+    def boxes_index(self) -> torch.Tensor:
+        """(boxes, 2) int64: image, number in the document's list for it."""
+        return self.mark_index[self.mark_index[:, 2] == 0, :2]
+
+    @property
+    def points(self) -> torch.Tensor:
+        """(points, 2) float32: x, y; outside 0 to 1 where they are not shown."""
+        return self.marks[self.mark_index[:, 2] == 1, :2]
+
+    @property
+    def points_index(self) -> torch.Tensor:
+        """(points, 2) int64: image, number in the document's list for it."""
+        return self.mark_index[self.mark_index[:, 2] == 1, :2]
 
     @property
     def attention_mask(self) -> torch.Tensor:
@@ -176,6 +204,9 @@ class Media:
             pixels = self.pixels_of(number)
             sha.update(f"{tuple(pixels.shape)} {bool(self.valid[number])}".encode())
             sha.update(bytes_of(pixels))
+            if len(self.marks) and (mine := self.mark_index[:, 0] == number).any():
+                sha.update(bytes_of(self.mark_index[mine, 1:]))
+                sha.update(bytes_of(self.marks[mine]))
 
 
 @dataclass(slots=True)
@@ -188,6 +219,7 @@ class MediaPlan:
     index: list[tuple[int, int, int]] = field(default_factory=list)
     owners: list[tuple[int, int, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=lambda: [0])
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(
         self, slot: ImageSlot, place: tuple[int, int, int], owner: tuple[int, int, int]
@@ -201,6 +233,10 @@ class MediaPlan:
         """
         if self.layout.unit_shape is None:
             self.layout = self.layout._replace(unit_shape=slot.shape)
+        if slot.marks:
+            self.marks += [
+                (len(self.slots), n, kind) for kind in (0, 1) for n in range(slot.marks[kind])
+            ]
         self.slots.append(slot)
         self.parts.append(slot.part)
         self.index.append(place)
@@ -251,7 +287,9 @@ class MediaPlan:
         offset, size = self.region(number, 1)
         pixels.reshape(-1)[offset : offset + size] = 0
 
-    def media(self, pixels: NDArray[Any], processor: Any) -> Media:
+    def media(
+        self, pixels: NDArray[Any], processor: Any, marks: NDArray[np.float32] = NO_MARKS
+    ) -> Media:
         """Return the images as tensors; all valid."""
         if processor is None and not self.slots:
             return NO_IMAGES
@@ -268,6 +306,8 @@ class MediaPlan:
             layout=self.layout,
             ragged=cut and self.layout.pad_to is None,
             processor=processor,
+            marks=torch.from_numpy(marks) if self.marks else NO_IMAGES.marks,
+            mark_index=torch.tensor(self.marks) if self.marks else NO_IMAGES.mark_index,
         )
 
 
@@ -280,6 +320,8 @@ NO_IMAGES = Media(
     layout=NO_MEDIA,
     ragged=False,
     processor=None,
+    marks=torch.from_numpy(NO_MARKS),
+    mark_index=torch.zeros((0, 3), dtype=torch.int64),
 )
 """Of a pipeline without."""
 

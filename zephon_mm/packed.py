@@ -17,9 +17,9 @@ from zephon_mm.records import ImageSlot, Record, Runs, SampleRef, Skip
 def extents_of(record: "AnyRecord") -> list[int]:
     """Return all of a record but its tokens as integers, for `parsed`."""
     found = [len(record.trained_runs), len(record.images)]
-    for _, start, num_tokens, shape, grid, media, part, video, patches in record.images:
+    for _, start, num_tokens, shape, grid, media, part, video, patches, marks in record.images:
         found += (start, num_tokens, media, part, video, patches)
-        found += (len(shape), *shape, len(grid), *grid)
+        found += (len(shape), *shape, len(grid), *grid, len(marks), *marks)
     for run in (*record.trained_runs, *record.uncut):
         found += run
     return found
@@ -30,11 +30,15 @@ def parsed(extents: Values[int]) -> tuple[tuple[ImageSlot, ...], Runs, Runs]:
     num_trained, num_images = extents[:2]
     images, at = [], 2
     for _ in range(num_images):
-        start, num_tokens, media, part, video, patches, dims = extents[at : at + 7]
-        shape, axes = tuple(extents[at + 7 : at + 7 + dims]), extents[at + 7 + dims]
-        at += 8 + dims + axes
-        grid = tuple(extents[at - axes : at])
-        more = (grid, media, part, bool(video), patches)
+        start, num_tokens, media, part, video, patches = extents[at : at + 6]
+        at += 6
+        lists = []
+        for _ in range(3):
+            end = at + 1 + extents[at]
+            lists.append(tuple(extents[at + 1 : end]))
+            at = end
+        shape, grid, marks = lists
+        more = (grid, media, part, bool(video), patches, marks)
         images.append(ImageSlot(None, start, num_tokens, shape, *more))
     runs = tuple(zip(extents[at::2], extents[at + 1 :: 2], strict=True))
     return tuple(images), runs[:num_trained], runs[num_trained:]

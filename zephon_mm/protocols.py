@@ -96,6 +96,7 @@ class ImageProcessor(Protocol):
         pad_to        None: `pixel_values` is (sum of all k, *unit_shape). P: it is
                       (N, P, *unit_shape), zero beyond k
         grid_key      the name under which a model takes the grids of `MediaShape`, or None
+        global_first  False where the part that shows the whole picture is the last, not the first
     """
 
     def measure(self, read: Callable[[int], bytes]) -> MediaShape:

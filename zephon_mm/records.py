@@ -77,10 +77,17 @@ class Image:
     """An image segment of a document: a pointer to its compressed bytes.
 
     `weight` is the loss weight of the text that follows, up to the next image or video.
+
+    `boxes` are (left, top, right, bottom), `points` (x, y), in pixels from the outer corner of the
+    first: pixel i is [i, i + 1). They are of the picture as it is stored, before EXIF turns it;
+    where they were drawn on what a viewer shows, set `upright`.
     """
 
     blob: Blob
     weight: float = 1.0
+    boxes: tuple[tuple[float, ...], ...] = ()
+    points: tuple[tuple[float, ...], ...] = ()
+    upright: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +174,8 @@ class ImageSlot(NamedTuple):
     Its placeholders are the record's tokens `[start, start + num_tokens)`, without the start and
     end tokens around them. `shape` is that of the uint8 array to write, `grid` as in `MediaShape`.
     `blob` is None in a record out of an index. `media` counts the document's images and videos,
-    `part` the parts of one; -1: it has no parts. `patches` is as in `patches_of`.
+    `part` the parts of one; -1: it has no parts. `patches` is as in `patches_of`. `marks` are the
+    numbers of boxes and points, if any, in the part that shows the whole picture.
     """
 
     blob: Blob | None
@@ -179,6 +187,7 @@ class ImageSlot(NamedTuple):
     part: int = -1
     video: bool = False
     patches: int = 0
+    marks: tuple[int, ...] = ()
 
 
 Runs = tuple[tuple[int, int], ...]

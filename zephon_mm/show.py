@@ -2,7 +2,8 @@
 
 Laws (tests/test_show.py):
     1. Everything is drawn where its tokens are.
-    2. A thumbnail is the picture that the processor was given, however its patches lie in a batch.
+    2. A thumbnail is the picture that the processor was given, however its patches lie in a batch,
+       with its boxes.
     3. The attention that is drawn is the mask that `Batch.to_training` gives.
     4. No display is needed, and pyplot's global state is left alone.
 
@@ -26,7 +27,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 except ImportError as error:
     raise ConfigError('pictures need matplotlib: pip install "zephon-mm[demo]"') from error
 
@@ -47,7 +48,8 @@ class Span(NamedTuple):
     """Tokens `[start, stop)` of a row, and what is there.
 
     A document's `label` is what is written above it, and `kind` its dataset. An image has its
-    `pixels`, (H, W, 3), unless they are not known; it is `broken` where it could not be decoded.
+    `pixels`, (H, W, 3), unless they are not known, and `boxes` in them, (n, 4) fractions; it is
+    `broken` where it could not be decoded.
     """
 
     start: int
@@ -56,6 +58,7 @@ class Span(NamedTuple):
     kind: str = ""
     pixels: Pixels | None = None
     broken: bool = False
+    boxes: Any = ()
 
 
 class Row(NamedTuple):
@@ -103,7 +106,12 @@ def row_of_batch(batch: Any, number: int, decode: Decode | None = None) -> Row:
             label = decode(ids[start:stop].tolist()) if decode else key
             documents.append(Span(start, stop, " ".join(label.split()), key.partition("/")[0]))
     images = [
-        Span(first, first + count, pixels=pixels_of(media, at), broken=not media.valid[at])
+        Span(
+            *(first, first + count),
+            pixels=pixels_of(media, at),
+            broken=not media.valid[at],
+            boxes=media.boxes[media.boxes_index[:, 0] == at].tolist(),
+        )
         for media in (batch.images, batch.videos)
         for at, (row, first, count) in enumerate(media.index.tolist())
         if row == number
@@ -309,3 +317,7 @@ def _draw_thumbnail(axes: Any, number: int, image: Span) -> None:
         interpolation="antialiased",
         zorder=4,
     )
+    for x, y, to_x, to_y in image.boxes:
+        corner = middle + (2 * x - 1) * half_x, number + (2 * y - 1) * half_y
+        sides = 2 * (to_x - x) * half_x, 2 * (to_y - y) * half_y
+        axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=BROKEN, zorder=5))

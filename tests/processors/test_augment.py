@@ -14,14 +14,8 @@ from zephon_mm.processors.augment import (
     Augment,
     Drawn,
     apply,
-    move_boxes,
-    move_points,
-    scale_places,
-    turn_boxes,
-    turn_points,
     window,
 )
-from zephon_mm.processors.image import _upright
 
 EVERYTHING = Augment((0.3, 0.9), 0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 GEOMETRY = Augment(crop=(0.2, 1.0), flip=0.5)
@@ -33,29 +27,6 @@ def noise(height, width):
     return np.random.default_rng(height * 7919 + width).integers(
         0, 256, (height, width, 3), dtype=np.uint8
     )
-
-
-@st.composite
-def boxes_in_pictures(draw, least=1):
-    """Return (height, width), and left, top, right, bottom of a box inside."""
-    height, width = draw(st.tuples(st.integers(40, 90), st.integers(40, 90)))
-    left, top = draw(st.integers(0, width - least)), draw(st.integers(0, height - least))
-    right, bottom = draw(st.integers(left + least, width)), draw(st.integers(top + least, height))
-    return (height, width), (left, top, right, bottom)
-
-
-def drawn_box(size, box):
-    """Return a black picture with a white box."""
-    left, top, right, bottom = box
-    pixels = np.zeros((*size, 3), np.uint8)
-    pixels[top:bottom, left:right] = 255
-    return pixels
-
-
-def found_box(pixels):
-    """Return the box around what is white, or None."""
-    rows, columns = (np.flatnonzero((pixels[..., 0] > 127).any(axis=axis)) for axis in (1, 0))
-    return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1] if len(rows) else None
 
 
 # Law 1: a function of settings and key.
@@ -170,62 +141,6 @@ def test_the_defaults_change_nothing():
     pixels = noise(20, 30)
     assert Augment().draw(7)[3:] == Drawn()[3:]
     assert np.array_equal(apply(pixels, Augment().draw(7)), pixels)
-
-
-# Law 3: boxes and points move with what they mark.
-
-
-@settings(max_examples=150, deadline=None)
-@given(picture=boxes_in_pictures(least=6), key=KEYS)
-def test_a_box_is_where_it_is_said_to_be(picture, key):
-    size, box = picture
-    drawn = GEOMETRY.draw(*key)
-    ((left, top, right, bottom),) = move_boxes([box], size, drawn)
-    found = found_box(apply(drawn_box(size, box), drawn))
-    if min(right - left, bottom - top) < 3:  # nothing but an edge is left
-        return
-    assert found is not None
-    assert np.abs(np.array(found) - (left, top, right, bottom)).max() <= 1.5
-
-
-@settings(max_examples=60)
-@given(picture=boxes_in_pictures(), key=KEYS)
-def test_a_box_lies_in_the_picture_and_its_corners_are_points(picture, key):
-    size, box = picture
-    drawn = GEOMETRY.draw(*key)
-    (moved,) = move_boxes([box], size, drawn)
-    assert (moved[:2] <= moved[2:]).all()
-    assert (moved >= 0).all()
-    assert (moved[2:] <= size[::-1]).all()
-    corners = move_points([box[:2], box[2:]], size, drawn).clip(0, size[::-1])
-    assert sorted(corners[:, 0]) == [moved[0], moved[2]]
-    assert sorted(corners[:, 1]) == [moved[1], moved[3]]
-
-
-@settings(max_examples=60)
-@given(picture=boxes_in_pictures(), orientation=st.integers(1, 8))
-def test_a_box_turns_upright_with_its_picture(picture, orientation):
-    """IMG-04, for what a document marks in a picture."""
-    size, box = picture
-    found = found_box(_upright(drawn_box(size, box), orientation))
-    assert found is not None
-    assert turn_boxes([box], size, orientation).tolist() == [found]
-    corners = turn_points([box[:2], box[2:]], size, orientation)
-    assert sorted(corners[:, 0]) == found[0::2]
-    assert sorted(corners[:, 1]) == found[1::2]
-
-
-def test_boxes_and_points_scale_with_their_picture():
-    assert scale_places([[1, 2, 10, 20]], (20, 10), (10, 40)).tolist() == [[4, 1, 40, 10]]
-    assert scale_places([[10, 20], [5, 5]], (20, 10), (10, 40)).tolist() == [[40, 10], [20, 2.5]]
-
-
-def test_no_boxes_are_no_boxes():
-    empty = np.zeros((0, 4))
-    assert move_boxes(empty, (3, 4), Drawn(flip=True)).shape == (0, 4)
-    assert turn_boxes(empty, (3, 4), 6).shape == (0, 4)
-    assert scale_places(empty, (3, 4), (6, 8)).shape == (0, 4)
-    assert move_points(np.zeros((0, 2)), (3, 4), Drawn()).shape == (0, 2)
 
 
 # Settings.

@@ -10,6 +10,7 @@ from zephon_mm.processors.documents import (
     schema_of,
     to_document,
 )
+from zephon_mm.processors.marks import count_marks
 from zephon_mm.records import Document, FileBlob, Image, Message, RowBlob, Text, Video
 
 PICTURE = FileBlob("/data/shard.tar", 512, 1000)
@@ -249,3 +250,53 @@ def test_wrong_settings_are_refused():
         to_document({"text": "a"}, "pairs")
     with pytest.raises(ConfigError, match="'fill' is unknown"):
         to_document({"text": "a"}, "text", "fill")
+
+
+# Law 3: boxes and points.
+
+BOX, OTHER = (1, 2, 30.5, 40), (0, 0, 9, 9)
+
+
+@pytest.mark.parametrize("value", [[list(BOX), OTHER], [[BOX, OTHER]], ((BOX, OTHER),)])
+def test_the_marks_of_one_image_may_stand_alone(value):
+    wanted = Document((Image(PICTURE, boxes=(BOX, OTHER), points=((3, 4),)), Text("a cat")))
+    sample = {"jpg": PICTURE, "txt": "a cat"}
+    assert to_document(sample | {"boxes": value, "points": [[3, 4]]}) == wanted
+    assert to_document(sample | {"json": {"boxes": value, "points": [[[3, 4]]]}}) == wanted
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "!"}]
+    chat = to_document({"messages": turns, "images": [PICTURE], "boxes": value})
+    assert chat.media == [Image(PICTURE, boxes=(BOX, OTHER))]
+
+
+def test_each_of_several_images_has_its_own_marks():
+    sample = {"images": [PICTURE, None, ROW, PICTURE], "texts": [None, "x", None, None]}
+    found = to_document(sample | {"boxes": [[BOX], None, [OTHER, BOX]]})
+    assert [one.boxes for one in found.media] == [(BOX,), (), (OTHER, BOX)]
+    turns = [{"role": "user", "content": "<image><video><image>"}, {"role": "tool", "content": ""}]
+    media = {"images": [PICTURE, ROW], "videos": [PICTURE]}
+    chat = to_document({"messages": turns, "points": [[], [[5, 6]]]} | media)
+    images = (Image(PICTURE), Video(PICTURE), Image(ROW, points=((5, 6),)))
+    assert chat.messages[0].segments == images
+
+
+@pytest.mark.parametrize("nothing", [None, [], [[]], [None]])
+def test_no_marks_are_none(nothing):
+    sample = {"jpg": PICTURE, "txt": "a cat"}
+    assert to_document(sample | {"boxes": nothing, "points": nothing}) == to_document(sample)
+    assert to_document({"txt": "a cat", "boxes": [BOX]}) == Document((Text("a cat"),))
+
+
+@pytest.mark.parametrize("value", [[BOX], [[BOX]], [[BOX]] * 3, 5, "boxes", {}, [[BOX], 5], []])
+def test_marks_that_fit_no_image_are_refused(value):
+    sample = {"images": [PICTURE, None, ROW], "texts": [None, "x", None], "boxes": value}
+    with pytest.raises(SampleError, match="as `boxes` of 2 images, expected 2 lists") as caught:
+        to_document(sample)
+    assert caught.value.reason == "bad_field"
+
+
+@pytest.mark.parametrize("value", [5, "boxes", {}, [[[BOX]], [BOX]], [BOX, 7]])
+def test_what_is_no_box_is_refused_when_it_is_counted(value):
+    (image, _) = to_document({"jpg": PICTURE, "txt": "a cat", "boxes": value}).segments
+    assert image.boxes
+    with pytest.raises(SampleError, match="expected each as"):
+        count_marks(image)

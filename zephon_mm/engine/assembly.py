@@ -23,6 +23,9 @@ from zephon_mm.protocols import ImageProcessor, VideoProcessor
 from zephon_mm.records import ImageSlot, Record
 from zephon_mm.shm.layout import Layout
 
+MARKS = "marks"
+"""The name of the array of the images' boxes and points."""
+
 
 def pixels_name(slot: ImageSlot) -> str:
     """Return the name of the array that an image's pixels, or a frame's, go to."""
@@ -101,6 +104,7 @@ class Assembly:
         fields = TOKEN_FIELDS | PLACE_FIELDS
         arrays = {name: (shape, fields[name].name) for name in (*self.fields, *PLACE_FIELDS)}
         arrays |= {name: (plan.shape, "uint8") for name, plan in self.media.items()}
+        arrays[MARKS] = ((len(self.media[PIXELS].marks), 4), "float32")
         self.layout = Layout(arrays)
 
     def _find_images(self, row: int, sequence: PackedSequence) -> None:
@@ -157,7 +161,7 @@ class Assembly:
         arrays: Mapping[str, NDArray[Any]],
         invalid: Iterable[tuple[str, int]],
     ) -> Batch:
-        """Zero the pixels of invalid images, mask the labels of their documents, in place.
+        """Zero pixels and marks of invalid images, mask the labels of their documents, in place.
 
         With one tile of a picture or frame of a video all of them are.
 
@@ -179,6 +183,7 @@ class Assembly:
                 if batch.loss_weights is not None:
                     batch.loss_weights[row, start:stop] = 0
                 media.valid[image] = False
+                media.marks[media.mark_index[:, 0] == image] = 0
         return replace(batch, num_valid_tokens=_count_valid(arrays))
 
     def batch(
@@ -200,7 +205,7 @@ class Assembly:
             num_valid_tokens = sum(sequence.num_valid_tokens for sequence in self._sequences)
         return Batch(
             **named,
-            images=self.media[PIXELS].media(arrays[PIXELS], image_processor),
+            images=self.media[PIXELS].media(arrays[PIXELS], image_processor, arrays[MARKS]),
             videos=self.media[VIDEO_PIXELS].media(arrays[VIDEO_PIXELS], video_processor),
             cu_seqlens=torch.from_numpy(self.cu_seqlens),
             max_seqlen=int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max()),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.batch import PIXELS, VIDEO_PIXELS, Batch
-from zephon_mm.engine.assembly import Assembly, Text, pixels_name
+from zephon_mm.engine.assembly import MARKS, Assembly, Text, pixels_name
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
@@ -26,13 +26,14 @@ from zephon_mm.records import ImageSlot, SampleRef
 
 
 class Pixels(NamedTuple):
-    """Images `[first, first + images)` of an array; where in it, in bytes."""
+    """Images `[first, first + images)` of an array; where in it, in bytes; their first mark."""
 
     name: str
     first: int
     images: int
     offset: int
     size: int
+    marks: int
 
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -120,8 +121,10 @@ class Pending:
             elif isinstance(result, Failure):
                 self.failures[target.name, target.first] = result
             elif result is not None:
+                pixels, marks = result
                 flat = self._arrays[target.name].reshape(-1)
-                flat[target.offset : target.offset + result.size] = result.reshape(-1)
+                flat[target.offset : target.offset + pixels.size] = pixels.reshape(-1)
+                self._arrays[MARKS][target.marks : target.marks + len(marks)] = marks
         with self._lock:
             self._jobs_left -= len(results)
             self.error = self.error or error
@@ -233,6 +236,7 @@ def jobs_of(
     """
     texts = iter(assembly.texts)
     firsts = {PIXELS: 0, VIDEO_PIXELS: 0}
+    num_marks = 0
     jobs: list[tuple[Target, Job]] = []
     for sequence, number in zip(sequences, numbers, strict=True):
         for piece in sequence.pieces:
@@ -243,9 +247,12 @@ def jobs_of(
             for parts in together(piece.images()):
                 slot, name = parts[0], pixels_name(parts[0])
                 where = assembly.media[name].region(firsts[name], len(parts))
-                target = Pixels(name, firsts[name], len(parts), *where)
-                jobs.append((target, _image_job(assembly, record.ref, slot, target, base, number)))
+                target = Pixels(name, firsts[name], len(parts), *where, num_marks)
+                job = _image_job(assembly, record.ref, slot, target, base, number)
+                marks = slot.marks or parts[-1].marks  # of the view that shows the whole picture
+                jobs.append((target, _marked(assembly, job, marks, target, base) if marks else job))
                 firsts[name] += len(parts)
+                num_marks += sum(marks)
     return jobs
 
 
@@ -269,6 +276,15 @@ def _image_job(
     shape = slot.shape if slot.part < 0 else (target.images, *slot.shape)
     more = (slot.media, max(slot.part, 0), target.size, slot.video, slot.grid, number)
     return ImageJob(ref, slot.blob, offset, shape, *more)
+
+
+def _marked(
+    assembly: Assembly, job: ImageJob, marks: tuple[int, ...], target: Pixels, base: int
+) -> ImageJob:
+    """Return the job of an image that has so many boxes and points: its document is read again."""
+    field = assembly.layout.fields[MARKS]
+    at = base + field.offset + target.marks * field.shape[1] * field.dtype.itemsize
+    return job._replace(blob=None, marks=(*marks, at))
 
 
 def _text_job(assembly: Assembly, text: Text, piece: Piece, base: int) -> TextJob:

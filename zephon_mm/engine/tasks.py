@@ -8,6 +8,7 @@ Imports: engine.assembly, io, ops, processors.documents, records. Used by: engin
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,18 @@ from zephon_mm.engine.assembly import TOKEN_FIELDS, write_piece
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
 from zephon_mm.io import Dataset, open_blob, read_blob
 from zephon_mm.measured import Measured
+from zephon_mm.media import NO_MARKS
 from zephon_mm.ops.downscale import Downscale
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import DocumentOp
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.packed import parsed
-from zephon_mm.processors.augment import Augment, apply
+from zephon_mm.processors.augment import Augment, Drawn, apply
 from zephon_mm.processors.documents import Schema, SchemaName, fields_of, schema_of, to_document
+from zephon_mm.processors.header import header_of
+from zephon_mm.processors.marks import shown_marks
 from zephon_mm.protocols import ImageProcessor, Sample, VideoProcessor
-from zephon_mm.records import Blob, Document, MediaShape, Record, SampleRef, Skip, Video
+from zephon_mm.records import Blob, Document, Image, MediaShape, Record, SampleRef, Skip, Video
 from zephon_mm.shm.arena import Arena
 
 RETRY_DELAYS_S = (0.05, 0.5, 2.0)
@@ -68,6 +72,7 @@ class ImageJob(NamedTuple):
     """An image, or parts of a video, to write at `offset` of the arena; -1: return the array.
 
     Without a blob it is image or video `number` of the sample's document, which is read again.
+    `marks` are, if it has any, its boxes and points, and where in the arena they go.
     `first` is the first part; `room` are the bytes of its place, zeroed beyond `shape`. `grid` is
     what was measured. `sequence` is the global number of the sequence that it is delivered in: with
     the sample it keys what happens to an image at random, another thing in each pass.
@@ -83,6 +88,7 @@ class ImageJob(NamedTuple):
     video: bool = False
     grid: tuple[int, ...] = ()
     sequence: int = 0
+    marks: tuple[int, ...] = ()
 
 
 class TextJob(NamedTuple):
@@ -263,10 +269,10 @@ def _document_again(context: Context, ref: SampleRef, sample: Sample | SampleErr
 
 def _write_image(
     context: Context, job: Any, document: Document | None = None
-) -> Failure | NDArray[np.uint8] | None:
+) -> Failure | tuple[NDArray[np.uint8], NDArray[np.float32]] | None:
     """Decode an image; with a document, the image is its, and must have the shape that is known."""
     name = _name(context, job.ref)
-    blob = job.blob if document is None else _blob_again(context, job, document)
+    media = Image(job.blob) if document is None else _media_again(context, job, document)
     shared = job.offset >= 0 and context.arena is not None
     size = math.prod(job.shape)
     room = max(job.room, size)
@@ -276,49 +282,68 @@ def _write_image(
     try:
         write = _write_video if job.video else _write_picture
         blobs = _Blobs(context.datasets[job.ref.dataset], name)
-        write(context, job, blobs, blob, out, document is not None)
+        marks = write(context, job, blobs, media, out, document is not None)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
-    if shared:
-        return None
-    return place if room > size else out
+    if not shared:
+        return (place if room > size else out), marks
+    if job.marks:
+        context.arena.view(job.marks[-1], marks.nbytes)[:] = marks.reshape(-1).view(np.uint8)  # type: ignore[union-attr]
+    return None
 
 
-def _blob_again(context: Context, job: ImageJob, document: Document) -> Blob:
+def _media_again(context: Context, job: ImageJob, document: Document) -> Image | Video:
     media = document.media
     found = media[job.number] if job.number < len(media) else None
     if found is None or isinstance(found, Video) != job.video:
         raise _stale(context, job.ref, f"it has {len(media)} images and videos")
-    return found.blob
+    if isinstance(found, Image):
+        marks = len(found.boxes), len(found.points)
+        if marks != (job.marks[:2] or (0, 0)):
+            raise _stale(context, job.ref, f"an image has {marks[0]} boxes and {marks[1]} points")
+    return found
 
 
 def _write_picture(
-    context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
-) -> None:
+    context: Context, job: ImageJob, blobs: _Blobs, image: Any, out: NDArray[np.uint8], check: bool
+) -> NDArray[np.float32]:
+    """Write the pixels of an image; return its marks."""
     processor = context.image_processor
     assert processor is not None
-    encoded = blobs.read(blob, -1)
+    encoded = blobs.read(image.blob, -1)
     if check:
         read, stage = partial(_first_bytes, encoded), context.interleave
         again: Callable[[], MediaShape] = partial(processor.measure, read)
         if isinstance(stage, Downscale):
             again = partial(stage.version, read, tuple(job.shape))
         _check_shape(context, job, again)
+    header = header_of(encoded, max_pixels=sys.maxsize) if job.marks else None
+    size = (0, 0) if header is None else (header.height_px, header.width_px)
+    drawn = Drawn()
     if context.augment is None:
         processor.write(encoded, out)
-        return
-    drawn = context.augment.draw(*job.ref, job.number, job.sequence)
-    processor.write(encoded, out, change=partial(apply, drawn=drawn))  # type: ignore[call-arg]
+    else:
+        drawn = context.augment.draw(*job.ref, job.number, job.sequence)
+
+        def change(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            nonlocal size
+            size = (pixels.shape[0], pixels.shape[1])  # fewer where it was decoded scaled
+            return apply(pixels, drawn)
+
+        processor.write(encoded, out, change=change)  # type: ignore[call-arg]
+    return NO_MARKS if header is None else shown_marks(image, header, size, drawn)
 
 
 def _write_video(
-    context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
-) -> None:
+    context: Context, job: ImageJob, blobs: _Blobs, video: Any, out: NDArray[np.uint8], check: bool
+) -> NDArray[np.float32]:
+    """Write the pixels of frames; they have no marks."""
     processor = context.video_processor
     assert processor is not None
     if check:
-        _check_shape(context, job, partial(blobs.use, blob, processor.measure))
-    blobs.use(blob, partial(processor.write, first=job.first, out=out))
+        _check_shape(context, job, partial(blobs.use, video.blob, processor.measure))
+    blobs.use(video.blob, partial(processor.write, first=job.first, out=out))
+    return NO_MARKS
 
 
 def _first_bytes(encoded: bytes, size: int) -> bytes:
@@ -373,9 +398,9 @@ def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[
 
 def _stale(context: Context, ref: SampleRef, found: str) -> StaleIndexError:
     return StaleIndexError(
-        f"sample {_name(context, ref)} is not what the index says of it: {found}. Data or code "
-        "changed under the same name, size and version: make the index anew with "
-        "`zephon-mm index RECIPE --rebuild`, or set options(index='off')."
+        f"sample {_name(context, ref)} is not what was measured, or what the index says of it: "
+        f"{found}. Data or code changed under the same name, size and version: make the index anew "
+        "with `zephon-mm index RECIPE --rebuild`, or set options(index='off')."
     )
 
 

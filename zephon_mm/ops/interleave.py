@@ -29,6 +29,7 @@ import numpy as np
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.processors.augment import Augment
+from zephon_mm.processors.marks import count_marks
 from zephon_mm.processors.template import ChatTemplate
 from zephon_mm.protocols import ImageProcessor, VideoProcessor
 from zephon_mm.records import (
@@ -287,13 +288,15 @@ class Interleave:
         video = isinstance(media, Video)
         processor = self.video_processor if video else self.image_processor
         patches = patches_of(shape, getattr(processor, "patch_size", None))
+        marks = count_marks(media) if isinstance(media, Image) else ()
+        whole = 0 if getattr(processor, "global_first", True) else len(parts) - 1
         for part in range(len(parts)) if parts else (-1,):
             if parts and parts[part]:
                 ids += self.tokenizer.control(parts[part])
             if start_id is not None:
                 ids.append(start_id)
             start = len(ids) + placeholders + max(part, 0) * num_tokens
-            more = (grid, number, part, video, patches)
+            more = (grid, number, part, video, patches, marks if part in (whole, -1) else ())
             slots.append(ImageSlot(media.blob, start, num_tokens, each, *more))
             if end_id is not None:
                 ids.append(end_id)
