@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, BinaryIO, NamedTuple
+from weakref import WeakKeyDictionary
 
 import av
 import numpy as np
@@ -68,13 +69,19 @@ class VideoHeader(NamedTuple):
     keys: NDArray[np.int64]
 
 
+_PROBED: WeakKeyDictionary[BinaryIO, dict[tuple[int, int], VideoHeader]] = WeakKeyDictionary()
+
+
 def probe_video(
     file: BinaryIO, *, max_pixels: int = MAX_PIXELS, max_frames: int = MAX_FRAMES
 ) -> VideoHeader:
     """Return a video's header. Only its first frame is decoded, to see how it is turned.
 
+    While a file object lives its header is remembered: whoever measures and then decodes it reads
+    it once.
+
     Args:
-        file: The video, seekable.
+        file: The video, seekable, whose bytes stay the same.
         max_pixels: The most pixels that a frame may have, inclusive.
         max_frames: The most frames that the video may have, inclusive.
 
@@ -82,6 +89,13 @@ def probe_video(
         SampleError: `not_a_video`, `no_video`, `no_codec`, `broken_video`, `too_many_pixels`,
             `too_many_frames`.
     """
+    found, limits = _PROBED.setdefault(file, {}), (max_pixels, max_frames)
+    if limits not in found:
+        found[limits] = _probe(file, *limits)
+    return found[limits]
+
+
+def _probe(file: BinaryIO, max_pixels: int, max_frames: int) -> VideoHeader:
     clock, keys, count = array("q"), array("q"), 0
     size: tuple[int, int] | None = None
     with _opened(file) as (container, stream):

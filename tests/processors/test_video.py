@@ -519,6 +519,17 @@ def test_an_hour_takes_no_more_memory_than_its_index(container):
     assert peak_bytes() - before < 12 * 2**20
 
 
+def test_a_file_is_probed_once_while_it_is_open():
+    file = Counting(film("h264"))
+    header = probe_video(file)
+    read = file.total
+    assert probe_video(file) is header
+    assert file.total == read
+    with pytest.raises(SampleError, match="too_many_frames"):
+        probe_video(file, max_frames=39)
+    assert probe_video(Counting(film("h264"))) is not header
+
+
 def test_the_file_stays_open_wherever_it_was():
     file = io.BytesIO(film("h264"))
     file.seek(123)

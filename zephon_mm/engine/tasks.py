@@ -311,9 +311,13 @@ def _write_video(
 ) -> None:
     processor = context.video_processor
     assert processor is not None
-    if check:
-        _check_shape(context, job, partial(blobs.use, blob, processor.measure))
-    blobs.use(blob, partial(processor.write, first=job.first, out=out))
+
+    def attempt(file: BinaryIO) -> None:  # `write` need not read again what `measure` has read
+        if check:
+            _check_shape(context, job, partial(processor.measure, file))
+        processor.write(file, job.first, out)
+
+    blobs.use(blob, attempt)
 
 
 def _first_bytes(encoded: bytes, size: int) -> bytes:
