@@ -113,11 +113,13 @@ def _probe(file: BinaryIO, max_pixels: int, max_frames: int) -> VideoHeader:
             raise _broken(f"none of its {count} frames can be shown")
         counted, unit = _is_counted(container, stream), stream.time_base
     assert unit is not None
-    shown = np.unique(np.frombuffer(clock, dtype=np.int64))
+    shown, times = np.unique(np.frombuffer(clock, dtype=np.int64), return_counts=True)
     starts = np.frombuffer(keys, dtype=np.int64).reshape(-1, 2)
     starts = starts[:1] if counted else starts[np.argsort(starts[:, 0], kind="stable")]
-    times = (shown - shown[0]) * unit.numerator / unit.denominator
-    return VideoHeader(*size, times, shown, starts)
+    alone = ~np.isin(starts[:, 0], shown[times > 1])  # else a seek may find either frame
+    alone[0] = True
+    seconds = (shown - shown[0]) * unit.numerator / unit.denominator
+    return VideoHeader(*size, seconds, shown, starts[alone])
 
 
 def decode_frames(

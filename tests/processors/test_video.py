@@ -162,6 +162,23 @@ def test_frames_that_lack_what_they_refer_to_are_not_counted(tmp_path, name):
     assert probe_video(io.BytesIO(path.read_bytes())).times[0] == 0
 
 
+def test_of_frames_that_share_a_time_the_first_counts(tmp_path):
+    """5000 frames a second, on Matroska's clock of milliseconds."""
+    path = tmp_path / "film.mkv"
+    with av.open(path, "w") as output:
+        stream = output.add_stream("ffv1", rate=5000)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for k in range(40):
+            frame = av.VideoFrame.from_ndarray(picture(k))
+            frame.pts, frame.time_base = k, Fraction(1, 5000)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    wanted = [0, *range(3, 40, 5)]
+    assert [number_of(pixels) for pixels in frames(path.read_bytes())] == wanted
+    for k, number in enumerate(wanted):
+        assert number_of(frames(path.read_bytes(), [k])[0]) == number
+
+
 # Law 2: the same bytes by seeking, by reading on, everywhere.
 
 
