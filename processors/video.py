@@ -2,7 +2,8 @@
 
 Laws (tests/processors/test_video.py holds a test for each):
     1. Frame k is the k-th in order of presentation, at the file's own time, whatever headers say of
-       counts and rates. What an edit list cuts off, or what refers to missing frames, is not one.
+       counts and rates. What an edit list cuts off, or what refers to missing frames, is not one,
+       nor is what comes again at a time that another frame has.
     2. Frame k has the same bytes by seeking, by reading on and in every process and CPU: decoding
        runs in one thread, and colours are converted with the flags of FFmpeg's own tests.
     3. Frames are upright (rotation, flips), RGB, 8 bits, with their range; alpha is on white.
@@ -11,8 +12,12 @@ Laws (tests/processors/test_video.py holds a test for each):
        left. An OSError of the file is passed on.
     5. Memory: a few frames, 8 bytes for each frame of the file, and FFmpeg's index (6 MB an hour).
 
-Where a decoder gives no picture for a frame ("as before"), the one before it shows. Not done:
-deinterlacing, tone mapping of HDR, pixels that are not square.
+Where a decoder gives no picture for a frame ("as before"), the one before it shows. Colours without
+a matrix are BT.601, as everywhere in FFmpeg. As stored, as PyAV gives them to transformers, are:
+- fields: yadif mixes neighbouring frames, which a seek does not have;
+- HDR: the wheel lacks zscale, and swscale's own mapping takes 14 s a graph (seen). Greys of PQ are
+  dull: white of 203 cd/m2 is 148, of 1000 cd/m2 192;
+- pixels that are not square: players stretch 720 x 576 at 16:15 to 768 x 576; we do not.
 
 Cost: to probe, 8 us a frame and, cached, 0.5 ms a megabyte; then, at 1280 x 720, 4 ms a frame from
 the key frame on, and 5 for each that is asked for.

@@ -350,6 +350,28 @@ def test_the_range_of_colours_is_honoured():
             assert np.abs(pixels[-8:].astype(int) - (60 + 11 * k)).max() <= 8
 
 
+@pytest.mark.parametrize(
+    "told", ["interlaced=1", "transfer=smpte2084", "transfer=arib-std-b67", "sar=16/15"]
+)
+def test_fields_hdr_and_pixels_that_are_not_square_are_given_as_stored(told):
+    def stored(told):
+        buffer, options = io.BytesIO(), {"x264-params": f"{told}:qp=0:threads=1:log-level=none"}
+        with av.open(buffer, "w", format="mp4") as output:
+            stream = output.add_stream("libx264", rate=RATE, options=options)
+            stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+            output.mux(encode(stream, (picture(k) for k in range(3))))
+        with av.open(io.BytesIO(buffer.getvalue())) as container:
+            frame = next(container.decode(video=0))
+            shape = container.streams.video[0].sample_aspect_ratio
+        found = (frame.interlaced_frame, int(frame.color_trc), shape or 1)
+        return found, np.array(frames(buffer.getvalue()))
+
+    (plain, pixels), (special, same) = stored("keyint=12"), stored(told)
+    assert plain == (False, 2, 1) != special
+    assert np.abs(same.astype(int) - pixels).max() <= (16 if special[0] else 2)  # fields halve
+    assert np.abs(same.astype(int) - pixels).mean() < 1  # the rows that share a colour
+
+
 def test_alpha_is_composited_on_white(tmp_path):
     rng, path = np.random.default_rng(0), tmp_path / "film.mov"
     rgba = rng.integers(0, 256, (64, 96, 4), dtype=np.uint8)
