@@ -1,6 +1,6 @@
 """Jinja as `transformers` sets it up for chat templates, with `{% generation %}` made visible.
 
-Law (tests/processors/test_template.py): what is rendered is what `apply_chat_template` renders.
+Law (tests/processors/test_jinja.py): what is rendered is what `apply_chat_template` renders.
 
 A module of its own, imported when a conversation is rendered first: Jinja takes 15 ms to load.
 

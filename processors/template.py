@@ -12,7 +12,7 @@
                  closing alone, and a first turn of any role is as good as a later one if the
                  template takes it. `{% generation %}` blocks win over the header of "assistant".
 
-Laws (tests/processors/test_template.py):
+Laws (tests/processors/test_template.py; law 3, test_jinja.py):
     1. Text that spells a special token, a header or a closing is broken by a mark before rendering
        and mended after: it stays text, in content, fields and tools alike.
     2. As many turns of a trained role are found as there are messages of it, or it is refused.

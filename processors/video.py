@@ -1,6 +1,6 @@
 """Read a video: which frames it has and when each shows, then the pixels of the frames asked for.
 
-Laws (tests/processors/test_video.py holds a test for each):
+Laws (tests/processors/test_video.py and test_video_faults.py hold a test for each):
     1. Frame k is the k-th in order of presentation, at the file's own time, whatever headers say of
        counts and rates. What an edit list cuts off, or what refers to missing frames, is not one,
        nor is what comes again at a time that another frame has.
