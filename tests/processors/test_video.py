@@ -87,6 +87,37 @@ def test_times_count_from_the_first_frame_that_shows(name, first):
     assert [number_of(pixels) for pixels in frames(encoded)] == list(range(cut, 40))
 
 
+@pytest.mark.parametrize(
+    ("name", "container", "options"),
+    [
+        ("h264", "mp4", {"movflags": "frag_keyframe+empty_moov+default_base_moof"}),
+        ("h264", "mp4", {"movflags": "frag_every_frame+empty_moov"}),
+        ("h264", "mp4", {"movflags": "hybrid_fragmented"}),
+        ("h264", "mp4", {"movflags": "negative_cts_offsets"}),
+        ("h264", "mp4", {"use_editlist": "0"}),
+        ("h264", "mov", {"write_tmcd": "1"}),
+        ("h264", "matroska", {"live": "1"}),
+        ("ts", "mpegts", {"mpegts_m2ts_mode": "1"}),
+    ],
+)
+def test_how_a_container_is_written_does_not_show(name, container, options):
+    """Fragments, no duration, no edit list: the pictures and times are those of the plain file."""
+    plain, other = film(name), repeated(name, 1, container, **options)
+    for numbers in (range(40), [25], [3, 39]):
+        assert np.array_equal(frames(other, numbers), frames(plain, numbers))
+    times = probe_video(io.BytesIO(plain)).times
+    assert probe_video(io.BytesIO(other)).times == pytest.approx(times, abs=1e-3)
+
+
+def test_a_clock_that_overflows_runs_on():
+    """The clock of MPEG-TS has 33 bits, and begins anew every 26.5 hours."""
+    first = 2**33 // (90_000 // RATE) - 20
+    encoded = film("ts", first=first, mpegts_copyts="1")
+    assert probe_video(io.BytesIO(encoded)).times == pytest.approx(np.arange(40) / RATE)
+    assert [number_of(pixels) for pixels in frames(encoded)] == list(range(40))
+    assert [number_of(pixels) for pixels in frames(encoded, [15, 30])] == [15, 30]
+
+
 def test_a_stream_that_was_entered_midway_begins_with_a_key_frame():
     whole = film("ts")
     found = [number_of(pixels) for pixels in frames(whole[len(whole) // 188 // 3 * 188 :])]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.fixtures.films import (
     add_film,
@@ -64,6 +65,19 @@ def test_what_is_no_video_is_shown(encoded):
     assert repr(encoded[:16]) in refused("not_a_video", encoded)
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "PNG"])
+def test_an_animation_that_ffmpeg_does_not_read_is_no_video(kind):
+    buffer = io.BytesIO()
+    first, *others = (Image.fromarray(picture(k)) for k in range(3))
+    first.save(buffer, kind, save_all=True, append_images=others, duration=100)
+    refused("not_a_video", buffer.getvalue())
+
+
+def test_what_is_encrypted_is_refused():
+    key = {"encryption_key": "0123456789abcdef" * 2, "encryption_kid": "0123456789abcdef" * 2}
+    refused("broken_video", film("h264", encryption_scheme="cenc-aes-ctr", **key))
+
+
 def test_a_song_with_a_cover_is_no_video(tmp_path):
     path = tmp_path / "song.mp4"
     with av.open(path, "w") as output:
@@ -92,14 +106,14 @@ def test_limits_are_checked_from_the_header():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_cut_mp4_is_refused_wherever_it_was_cut(data):
-    whole = film("h264", front=True)
+    whole = film("h264", movflags="faststart")
     size = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(SampleError):
         probe_video(io.BytesIO(whole[:size]))
 
 
 def test_an_mp4_that_was_cut_between_frames_is_refused():
-    whole = film("h264", front=True)
+    whole = film("h264", movflags="faststart")
     with av.open(io.BytesIO(whole)) as container:
         places = [packet.pos for packet in container.demux(video=0) if packet.size]
     for place in places:
