@@ -1,6 +1,6 @@
 """Decode an encoded image to one upright RGB picture.
 
-Laws (tests/processors/test_image.py holds a test for each):
+Laws (tests/processors/test_image.py and test_image_scaled.py hold a test for each):
     1. The same bytes give the same pixels, in every process and thread, and `probe` knows their
        size from the header.
     2. JPEG is decoded by simplejpeg, which equals Pillow bit for bit; what it refuses, CMYK, and

@@ -163,10 +163,10 @@ class QwenVLProcessor:
         """Values of a patch."""
         return (3 * self.temporal_patch_size * self.patch_size**2,)
 
-    def grid(self, height: int, width: int, *, clip: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return rows and columns of patches of an upright picture; as `smart_resize`."""
         limits = (self.min_pixels, self.max_pixels)
-        size = smart_resize(height, width, factor=self.factor, limits=limits, clip=clip)
+        size = smart_resize(height, width, factor=self.factor, limits=limits)
         return size[0] // self.patch_size, size[1] // self.patch_size
 
     def measure(self, read: Callable[[int], bytes], step: int = STEPS) -> MediaShape:

@@ -1,8 +1,9 @@
 """Qwen-VL's videos: frames by rate, two to a patch, with their times.
 
 Laws (tests/processors/test_qwenvideo.py):
-    1. The chosen frames, the grid, and the patches of given frames, uint8 and normalised, equal
-       those of transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
+    1. The chosen frames, the grid, with and without the cap on a frame, and the patches of given
+       frames, uint8 and normalised, equal those of transformers' Qwen2VLVideoProcessor and
+       Qwen3VLVideoProcessor.
     2. Qwen3-VL: each temporal patch is a part, behind the mean of its frames' true times.
        Qwen2.5-VL: one part; the time from one temporal patch to the next is in the grid.
     3. A clip too short for a temporal patch, which transformers refuses, repeats its frame.
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError
 from zephon_mm.processors.image import Pixels
-from zephon_mm.processors.qwen import QwenVLProcessor
+from zephon_mm.processors.qwen import QwenVLProcessor, smart_resize
 from zephon_mm.processors.resize import Backend
 from zephon_mm.processors.video import VideoHeader, decode_frames, decoder_versions, probe_video
 from zephon_mm.records import MediaShape
@@ -32,11 +33,14 @@ from zephon_mm.records import MediaShape
 Model = Literal["qwen2.5-vl", "qwen3-vl"]
 Numbers = NDArray[np.int64]
 
-# Least and most pixels: of a frame, and of all frames of a clip.
+# Least and most pixels: of a frame (2.5), and of all frames of a clip (3).
 _PRESETS: dict[Model, tuple[int, int]] = {
     "qwen2.5-vl": (128 * 28 * 28, 768 * 28 * 28),
     "qwen3-vl": (4096, 24 * 1024 * 1024),
 }
+# transformers' `max_video_tokens`: 0.9 of these are shared by the temporal patches of a clip (2.5),
+# these are the most that a frame has (3).
+_MOST_TOKENS: dict[Model, int] = {"qwen2.5-vl": 128_000, "qwen3-vl": 768}
 _CLOCK_S = 0.001  # of WebM and MKV; that of other containers is finer
 
 
@@ -74,6 +78,9 @@ class QwenVLVideoProcessor:
         fps: Frames sampled a second.
         min_frames: Sampled where the video has as many.
         max_frames: Longer videos are sampled more sparsely.
+        cap_pixels_per_frame: Bound a frame of Qwen3-VL too, and all frames of Qwen2.5-VL together,
+            as the models' authors do (qwen-vl-utils). False is what transformers 5.24 does unless
+            it is told: a short clip then costs up to as many tokens as a long one.
 
     Raises:
         ConfigError: A value that no video can be processed with.
@@ -84,6 +91,7 @@ class QwenVLVideoProcessor:
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
+    cap_pixels_per_frame: bool = True
 
     pad_to: ClassVar[None] = None
     grid_key: ClassVar[str] = "video_grid_thw"
@@ -161,13 +169,26 @@ class QwenVLVideoProcessor:
         Raises:
             SampleError: As `QwenVLProcessor.grid`.
         """
-        if self.model == "qwen2.5-vl":
-            return self.frame.grid(height, width)
-        patch, factor = self.frame.temporal_patch_size, self.frame.factor
-        if min(height, width) < factor:
-            scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
-        return self.frame.grid(height, width, clip=(frames, round(frames / patch) * patch))
+        patch, factor, clip = self.frame.temporal_patch_size, self.frame.factor, (1, 1)
+        if self.model == "qwen3-vl":
+            clip = (frames, round(frames / patch) * patch)
+            if min(height, width) < factor:
+                scale = max(factor / height, factor / width)
+                height, width = int(height * scale), int(width * scale)
+        limits = (self.frame.min_pixels, self._most_pixels(frames))
+        size = smart_resize(height, width, factor=factor, limits=limits, clip=clip)
+        return size[0] // self.frame.patch_size, size[1] // self.frame.patch_size
+
+    def _most_pixels(self, frames: int) -> int:
+        """Return the upper limit of `smart_resize`."""
+        most, least = self.frame.max_pixels, int(self.frame.min_pixels * 1.05)
+        if not self.cap_pixels_per_frame:
+            return most
+        pixels = _MOST_TOKENS[self.model] * self.frame.factor**2
+        if self.model == "qwen3-vl":
+            return max(min(pixels, most // frames), least) * frames
+        share = int(pixels * 0.9) * self.frame.temporal_patch_size // frames
+        return max(min(most, share), least)
 
     def measure(self, file: BinaryIO) -> MediaShape:
         """Return what the video becomes, from its time stamps, without decoding.

@@ -12,7 +12,7 @@
                  closing alone, and a first turn of any role is as good as a later one if the
                  template takes it. `{% generation %}` blocks win over the header of "assistant".
 
-Laws (tests/processors/test_template.py):
+Laws (tests/processors/test_template.py; law 3, test_jinja.py):
     1. Text that spells a special token, a header or a closing is broken by a mark before rendering
        and mended after: it stays text, in content, fields and tools alike.
     2. As many turns of a trained role are found as there are messages of it, or it is refused.
@@ -22,24 +22,18 @@ Laws (tests/processors/test_template.py):
 Marks are noncharacters, U+FDD0 and up, which Unicode keeps for such use inside a program; those in
 the data become U+FFFD.
 
-Cost: about 20 us a message. Imports: errors, records, processors.chat, jinja2. Used by:
+Cost: about 20 us a message. Imports: errors, records, processors.chat, processors.jinja. Used by:
 ops.tokenizer, ops.interleave, builder.
 """
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, NoReturn
-
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors.chat import well_formed
@@ -224,12 +218,11 @@ class ChatTemplate:
             return False
 
     def _write(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
-        names = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
-        try:
-            raw = _compiled(self.source).render(self.variables, strftime_now=self._now, **names)
-        except (TemplateError, TypeError) as error:
-            raise SampleError("template", f"the chat template fails: {error}") from error
-        return re.sub(self.placeholder, MEDIA, raw)
+        from zephon_mm.processors.jinja import rendered  # loads Jinja, which captions do not need
+
+        names = {**self.variables, "strftime_now": self._now, "messages": messages, "tools": tools}
+        names["add_generation_prompt"] = prompt
+        return re.sub(self.placeholder, MEDIA, rendered(self.source, (OPEN, CLOSE), names))
 
     def _now(self, _format: str) -> str:
         if "strftime_now" in self.variables:
@@ -293,37 +286,3 @@ def _clean(text: str) -> str:
 
 def _without_edges(raw: str) -> str:
     return re.sub(f"[{OPEN}{CLOSE}]", "", raw)
-
-
-class _Generation(Extension):
-    """`{% generation %}`: puts marks around a block."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        edges = [nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (OPEN, CLOSE)]
-        return [edges[0], *body, edges[1]]
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"the chat template is no Jinja that can be read: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Return JSON as it is, where Jinja's own filter escapes what HTML knows."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -1,8 +1,9 @@
 """Read a video: which frames it has and when each shows, then the pixels of the frames asked for.
 
-Laws (tests/processors/test_video.py holds a test for each):
+Laws (tests/processors/test_video.py and test_video_faults.py hold a test for each):
     1. Frame k is the k-th in order of presentation, at the file's own time, whatever headers say of
-       counts and rates. What an edit list cuts off, or what refers to missing frames, is not one.
+       counts and rates. What an edit list cuts off, or what refers to missing frames, is not one,
+       nor is what comes again at a time that another frame has.
     2. Frame k has the same bytes by seeking, by reading on and in every process and CPU: decoding
        runs in one thread, and colours are converted with the flags of FFmpeg's own tests.
     3. Frames are upright (rotation, flips), RGB, 8 bits, with their range; alpha is on white.
@@ -11,8 +12,12 @@ Laws (tests/processors/test_video.py holds a test for each):
        left. An OSError of the file is passed on.
     5. Memory: a few frames, 8 bytes for each frame of the file, and FFmpeg's index (6 MB an hour).
 
-Where a decoder gives no picture for a frame ("as before"), the one before it shows. Not done:
-deinterlacing, tone mapping of HDR, pixels that are not square.
+Where a decoder gives no picture for a frame ("as before"), the one before it shows. Colours without
+a matrix are BT.601, as everywhere in FFmpeg. As stored, as PyAV gives them to transformers, are:
+- fields: yadif mixes neighbouring frames, which a seek does not have;
+- HDR: the wheel lacks zscale, and swscale's own mapping takes 14 s a graph (seen). Greys of PQ are
+  dull: white of 203 cd/m2 is 148, of 1000 cd/m2 192;
+- pixels that are not square: players stretch 720 x 576 at 16:15 to 768 x 576; we do not.
 
 Cost: to probe, 8 us a frame and, cached, 0.5 ms a megabyte; then, at 1280 x 720, 4 ms a frame from
 the key frame on, and 5 for each that is asked for.
@@ -24,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, BinaryIO, NamedTuple
+from weakref import WeakKeyDictionary
 
 import av
 import numpy as np
@@ -68,13 +74,19 @@ class VideoHeader(NamedTuple):
     keys: NDArray[np.int64]
 
 
+_PROBED: WeakKeyDictionary[BinaryIO, dict[tuple[int, int], VideoHeader]] = WeakKeyDictionary()
+
+
 def probe_video(
     file: BinaryIO, *, max_pixels: int = MAX_PIXELS, max_frames: int = MAX_FRAMES
 ) -> VideoHeader:
     """Return a video's header. Only its first frame is decoded, to see how it is turned.
 
+    While a file object lives its header is remembered: whoever measures and then decodes it reads
+    it once.
+
     Args:
-        file: The video, seekable.
+        file: The video, seekable, whose bytes stay the same.
         max_pixels: The most pixels that a frame may have, inclusive.
         max_frames: The most frames that the video may have, inclusive.
 
@@ -82,6 +94,13 @@ def probe_video(
         SampleError: `not_a_video`, `no_video`, `no_codec`, `broken_video`, `too_many_pixels`,
             `too_many_frames`.
     """
+    found, limits = _PROBED.setdefault(file, {}), (max_pixels, max_frames)
+    if limits not in found:
+        found[limits] = _probe(file, *limits)
+    return found[limits]
+
+
+def _probe(file: BinaryIO, max_pixels: int, max_frames: int) -> VideoHeader:
     clock, keys, count = array("q"), array("q"), 0
     size: tuple[int, int] | None = None
     with _opened(file) as (container, stream):
@@ -99,11 +118,13 @@ def probe_video(
             raise _broken(f"none of its {count} frames can be shown")
         counted, unit = _is_counted(container, stream), stream.time_base
     assert unit is not None
-    shown = np.unique(np.frombuffer(clock, dtype=np.int64))
+    shown, times = np.unique(np.frombuffer(clock, dtype=np.int64), return_counts=True)
     starts = np.frombuffer(keys, dtype=np.int64).reshape(-1, 2)
     starts = starts[:1] if counted else starts[np.argsort(starts[:, 0], kind="stable")]
-    times = (shown - shown[0]) * unit.numerator / unit.denominator
-    return VideoHeader(*size, times, shown, starts)
+    alone = ~np.isin(starts[:, 0], shown[times > 1])  # else a seek may find either frame
+    alone[0] = True
+    seconds = (shown - shown[0]) * unit.numerator / unit.denominator
+    return VideoHeader(*size, seconds, shown, starts[alone])
 
 
 def decode_frames(

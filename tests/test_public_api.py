@@ -90,21 +90,28 @@ def test_options_has_its_documented_fields() -> None:
     assert set(OPTIONS) <= {field.name for field in fields(Options)}
 
 
-def test_the_packages_names_are_few_sorted_and_exactly_those_announced() -> None:
-    assert zephon_mm.__all__ == sorted(zephon_mm.__all__)
-    assert set(NAMES["zephon_mm"]) <= set(zephon_mm.__all__)
-    assert len(zephon_mm.__all__) <= MOST_NAMES
-    assert dir(zephon_mm) == zephon_mm.__all__
-    stub = ast.parse((ROOT / "zephon_mm" / "__init__.pyi").read_text())
-    imported = [a.name for n in stub.body if isinstance(n, ast.ImportFrom) for a in n.names]
-    assert sorted(imported) == zephon_mm.__all__  # what type checkers see
+@pytest.mark.parametrize("name", ["zephon_mm", "zephon_mm.processors"])
+def test_the_names_of_a_package_are_few_sorted_and_exactly_those_announced(name: str) -> None:
+    package = importlib.import_module(name)
+    assert package.__all__ == sorted(package.__all__) == dir(package)
+    assert set(NAMES[name]) <= set(package.__all__)
+    assert len(package.__all__) <= MOST_NAMES
+    stub = ast.parse((ROOT / name.replace(".", "/") / "__init__.pyi").read_text())
+    homes = {a.name: n.module for n in stub.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert sorted(homes) == package.__all__  # what type checkers see
+    for name, home in homes.items():
+        assert getattr(package, name) is getattr(importlib.import_module(str(home)), name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = package.nonsense
 
 
 @pytest.mark.slow
-def test_importing_starts_no_thread_and_prints_nothing() -> None:
+def test_importing_starts_no_thread_prints_nothing_and_loads_what_all_need() -> None:
     code = (
         "import sys, threading, zephon_mm; assert threading.active_count() == 1; "
-        "assert 'torch' not in sys.modules; from zephon_mm import Pipeline"
+        "assert 'torch' not in sys.modules; from zephon_mm import Pipeline; "
+        "from zephon_mm.processors import SigLIPProcessor; "
+        "assert not {'av', 'jinja2', 'matplotlib', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False

@@ -138,7 +138,7 @@ class VideoProcessor(Protocol):
         """Return what the video becomes, without decoding; a part is a frame, or several.
 
         Args:
-            file: The video, seekable, for this call only.
+            file: The video, seekable, open for this call, and for `write` where that follows.
 
         Raises:
             SampleError: The file is no video that can be used.

@@ -1,24 +1,37 @@
 """The worker functions: defects are values, faults of the environment are retried, then raised."""
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
+from tests.fixtures.films import film
 from tests.fixtures.memory import PROCESSOR, MemoryReader, dataset, document_of, random_rows
 from tests.fixtures.tokenizers import byte_level_bpe
 from zephon_mm.engine import tasks
 from zephon_mm.engine.tasks import Context, Failure, ImageJob, materialize, measure
-from zephon_mm.errors import SampleError
+from zephon_mm.errors import SampleError, StaleIndexError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.map import Filter, Map
 from zephon_mm.ops.tokenizer import TextTokenizer
+from zephon_mm.processors import SigLIPVideoProcessor
 from zephon_mm.protocols import Sample
-from zephon_mm.records import Document, FileBlob, Image, Record, SampleRef, Skip, Text
+from zephon_mm.records import (
+    Document,
+    FileBlob,
+    Image,
+    MediaShape,
+    Record,
+    SampleRef,
+    Skip,
+    Text,
+    Video,
+)
 from zephon_mm.shm.arena import Arena
 
 SHAPE = (3, 32, 32)
@@ -198,6 +211,46 @@ def test_a_broken_image_is_a_failure_and_its_neighbours_are_not(
     assert first[0].shape == third[0].shape == SHAPE
     assert isinstance(second, Failure)
     assert second.message.startswith("b/m-2/1: ")
+
+
+def test_a_video_that_is_not_what_the_index_says_is_an_error(
+    context: Context, tmp_path: Path
+) -> None:
+    """It is checked and decoded as one open file, which is demuxed once."""
+    path, files = tmp_path / "film.mp4", []
+    path.write_bytes(film("h264"))
+    blob, ref = FileBlob(str(path), 0, path.stat().st_size), SampleRef(0, 0, 0)
+
+    class Seen(SigLIPVideoProcessor):
+        def measure(self, file: BinaryIO) -> MediaShape:
+            files.append(file)
+            return super().measure(file)
+
+        def write(self, file: BinaryIO, first: int, out: Any) -> None:
+            files.append(file)
+            super().write(file, first, out)
+
+    processor = Seen(PROCESSOR, fps=4.0)
+    context = replace(
+        context,
+        datasets=(dataset("a", [(Text("a film"), Video(blob))]),),
+        interleave=replace(context.interleave, video_processor=processor),
+        video_processor=processor,
+    )
+    (record,) = measure(context, [ref])
+    assert isinstance(record, Record)
+    job = ImageJob(ref, None, -1, (len(record.images), *SHAPE), video=True)
+    (found,) = materialize(context, [job])
+    assert len(files) == 3
+    assert files[1] is files[2]
+    out = np.empty_like(found)
+    processor.write(io.BytesIO(path.read_bytes()), 0, out)
+    assert np.array_equal(found, out)
+    with pytest.raises(StaleIndexError, match="sample a/m-0/0 is not what the index says"):
+        materialize(context, [job._replace(shape=(len(record.images), 3, 16, 16))])
+    path.write_bytes(bytes(blob.size))
+    with pytest.raises(StaleIndexError, match=r"sample a/m-0/0 .*FFmpeg"):
+        materialize(context, [job])
 
 
 def test_what_crashed_its_worker_is_a_defect_that_names_itself(context: Context) -> None:

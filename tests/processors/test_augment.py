@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional
 
+from tests.fixtures.pictures import noise
 from zephon_mm.errors import ConfigError
 from zephon_mm.processors.augment import (
     Augment,
@@ -21,12 +22,6 @@ EVERYTHING = Augment((0.3, 0.9), 0.5, brightness=0.4, contrast=0.4, saturation=0
 GEOMETRY = Augment(crop=(0.2, 1.0), flip=0.5)
 SIZES = st.tuples(st.integers(1, 90), st.integers(1, 90))
 KEYS = st.tuples(st.integers(), st.text(max_size=5))
-
-
-def noise(height, width):
-    return np.random.default_rng(height * 7919 + width).integers(
-        0, 256, (height, width, 3), dtype=np.uint8
-    )
 
 
 # Law 1: a function of settings and key.

@@ -1,15 +1,8 @@
-from pathlib import Path
-
 import pytest
 
+from tests.fixtures.pictures import load
 from zephon_mm.errors import SampleError
 from zephon_mm.processors.formats import format_of
-
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
-
-
-def load(name):
-    return (CASES / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.fixtures.pictures import load
 from zephon_mm.errors import SampleError
 from zephon_mm.processors.header import (
     MAX_PIXELS,
@@ -15,12 +14,7 @@ from zephon_mm.processors.header import (
 )
 from zephon_mm.processors.image import decode
 
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 TEXT_TAGS = (0x010D, 0x010E, 0x010F, 0x0110, 0x0131, 0x013B)
-
-
-def load(name):
-    return (CASES / name).read_bytes()
 
 
 def test_header_is_read_from_few_bytes():

@@ -1,67 +1,20 @@
 import concurrent.futures
 import io
-import json
 import struct
 import tracemalloc
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
-import skimage.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
+from tests.fixtures.pictures import FILES, GOOD, REFUSED, encode, expected, load, noise
+from tests.fixtures.processing import read_from
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors.header import png_chunks
 from zephon_mm.processors.image import decode, probe
-
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
-# Files of the cases that hold no whole picture, and the reason that they are refused for.
-REFUSED = {
-    "IMG-16/cut_60pct.jpg": "broken_image",
-    "IMG-16/cut_eoi_only.jpg": "broken_image",
-    "IMG-16/cut_half.png": "broken_image",
-    "IMG-16/cut_last_4.jpg": "broken_image",
-    "IMG-16/idat_bit_flip.png": "broken_image",
-    "IMG-16/progressive_cut_half.jpg": "broken_image",
-    "IMG-18/empty.jpg": "empty_image",
-    "IMG-18/json_error.jpg": "not_an_image",
-    "IMG-18/lfs_pointer.jpg": "not_an_image",
-    "IMG-18/one_byte.png": "not_an_image",
-    "IMG-18/page.jpg": "not_an_image",
-    "IMG-18/zeros.jpg": "not_an_image",
-    "IMG-25/bomb_20000x20000.png": "too_many_pixels",
-    "IMG-29/heic_header_only.jpg": "no_codec",
-}
-FILES = sorted(
-    str(path.relative_to(CASES)) for path in CASES.glob("IMG-*/*") if path.suffix != ".json"
-)
-GOOD = [name for name in FILES if name not in REFUSED]
-
-
-def load(name):
-    return (CASES / name).read_bytes()
-
-
-def expected(case):
-    return json.loads((CASES / case / "expected.json").read_text())
-
-
-def probe_bytes(encoded, **limits):
-    return probe(lambda count: encoded if count < 0 else encoded[:count], **limits)
-
-
-def encode(image, image_format, **options):
-    buffer = io.BytesIO()
-    image.save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-def noise(height, width, channels=3, seed=0):
-    shape = (height, width, channels) if channels > 1 else (height, width)
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def png(width, height, depth, colour_type, rows, *chunks, interlaced=0):
@@ -118,7 +71,7 @@ def assert_close(found, wanted, tolerance):
 
 @pytest.mark.parametrize("name", GOOD)
 def test_header_knows_the_size_of_the_pixels(name):
-    header, pixels = probe_bytes(load(name)), decode(load(name))
+    header, pixels = probe(read_from(load(name))), decode(load(name))
     assert pixels.shape == (header.height_px, header.width_px, 3)
     assert pixels.dtype == np.uint8
     assert pixels.flags.c_contiguous
@@ -149,7 +102,7 @@ def test_orientation_equals_that_of_pillow_in_every_format(image_format, orienta
     encoded = encode(Image.fromarray(noise(12, 20)), image_format, exif=exif)
     with Image.open(io.BytesIO(encoded)) as image:
         upright = np.array(ImageOps.exif_transpose(image))
-    header = probe_bytes(encoded)
+    header = probe(read_from(encoded))
     assert (header.height_px, header.width_px) == upright.shape[:2]
     assert np.array_equal(decode(encoded), upright)
 
@@ -173,7 +126,7 @@ def test_probe_and_decode_agree_for_any_image(size, channels, image_format, orie
         exif[0x010E] = "x" * junk  # pushes the size out of the first bytes
         options["exif"] = exif
     encoded = encode(image, image_format, **options)
-    header = probe_bytes(encoded)
+    header = probe(read_from(encoded))
     assert decode(encoded).shape == (header.height_px, header.width_px, 3)
     assert header == probe(lambda count: encoded)
 
@@ -193,7 +146,7 @@ def test_damage_gives_pixels_of_the_probed_size_or_a_sample_error(name, flips, s
         pixels = decode(encoded)
     except SampleError:
         return
-    header = probe_bytes(encoded)
+    header = probe(read_from(encoded))
     assert pixels.shape == (header.height_px, header.width_px, 3)
 
 
@@ -224,7 +177,7 @@ def test_odd_subsampled_jpeg_equals_pillow(name):
 def test_ten_orientations_give_one_upright_picture(name):
     """IMG-04: the size that is known from the header is the upright one, too."""
     wanted = expected("IMG-04")
-    header, pixels = probe_bytes(load(name)), decode(load(name))
+    header, pixels = probe(read_from(load(name))), decode(load(name))
     assert [header.width_px, header.height_px] == wanted["size_wh"]
     assert [pixels.shape[1], pixels.shape[0]] == wanted["size_wh"]
     assert_close(corners(pixels), wanted["corners_TL_TR_BL_BR"], wanted["tolerance"])
@@ -235,7 +188,7 @@ def test_metadata_loses_no_picture(name):
     """IMG-06, IMG-15, IMG-26: broken EXIF, an index of pictures, huge texts, a bad profile."""
     wanted = expected(name[:6])
     pixels = decode(load(name))
-    assert probe_bytes(load(name)).orientation == 1
+    assert probe(read_from(load(name))).orientation == 1
     assert [pixels.shape[1], pixels.shape[0]] == wanted["size_wh"]
     assert_close(corners(pixels), wanted["corners_TL_TR_BL_BR"], wanted.get("tolerance", 12))
 
@@ -428,102 +381,3 @@ def test_tolerant_pillow_is_refused(monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     with pytest.raises(ConfigError, match="LOAD_TRUNCATED_IMAGES"):
         decode(load("IMG-16/cut_60pct.jpg"))
-
-
-# Law 6: scaled decoding.
-
-
-def jpeg(pixels, orientation=1, **options):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encode(Image.fromarray(pixels), "JPEG", exif=exif, **options)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    sides=st.tuples(st.integers(1, 200), st.integers(1, 200)),
-    times=st.sampled_from([1, 2, 4, 8]),
-    at_least=st.tuples(st.integers(1, 60), st.integers(1, 60)),
-    channels=st.sampled_from([1, 3]),
-    subsampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
-    progressive=st.booleans(),
-    orientation=st.integers(1, 8),
-)
-def test_sides_are_divided_by_what_leaves_enough_and_no_remainder(
-    sides, times, at_least, channels, subsampling, progressive, orientation
-):
-    height, width = (max(1, side // times) * times for side in sides)
-    options = {"subsampling": subsampling} if channels == 3 else {}
-    encoded = jpeg(noise(height, width, channels), orientation, progressive=progressive, **options)
-    exact, scaled = decode(encoded), decode(encoded, at_least=at_least)
-    may = [
-        scale
-        for scale in (1, 2, 4, 8)
-        if all(n % scale == 0 for n in exact.shape[:2])
-        and all(n // scale >= least for n, least in zip(exact.shape, at_least, strict=False))
-    ]
-    assert scaled.shape == (*(n // max(may, default=1) for n in exact.shape[:2]), 3)
-    assert scaled.flags.c_contiguous
-    assert scaled.flags.writeable
-    if max(may, default=1) == 1:
-        assert np.array_equal(scaled, exact)
-
-
-@pytest.mark.parametrize("scale", [2, 4, 8])
-def test_a_scaled_picture_is_the_whole_one_made_smaller_and_not_moved(scale):
-    encoded = jpeg(skimage.data.astronaut(), quality=95)
-    scaled = decode(encoded, at_least=(512 // scale, 512 // scale)).astype(int)
-    blocks = decode(encoded).reshape(512 // scale, scale, 512 // scale, scale, 3)
-    error = np.abs(scaled - blocks.mean(axis=(1, 3))).mean()
-    assert error < 2
-    for axis in (0, 1):  # a shift by a pixel, in either direction, is further away
-        assert np.abs(scaled - np.roll(blocks.mean(axis=(1, 3)), 1, axis)).mean() > 3 * error
-        assert np.abs(scaled - np.roll(blocks.mean(axis=(1, 3)), -1, axis)).mean() > 3 * error
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_scaled_picture_is_upright(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    lying = Image.fromarray(decode(jpeg(noise(32, 64)), at_least=(16, 32)))
-    lying.getexif()[0x0112] = orientation
-    upright = np.array(ImageOps.exif_transpose(lying))
-    scaled = decode(jpeg(noise(32, 64), orientation), at_least=upright.shape[:2])
-    assert np.array_equal(scaled, upright)
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_only_jpeg_is_scaled(name):
-    exact, scaled = decode(load(name)), decode(load(name), at_least=(1, 1))
-    if probe_bytes(load(name)).components not in (1, 3):
-        assert np.array_equal(scaled, exact)
-
-
-@pytest.mark.parametrize("name", [name for name in REFUSED if name.startswith("IMG-16")])
-def test_what_is_refused_is_refused_scaled(name):
-    with pytest.raises(SampleError) as caught:
-        decode(load(name), at_least=(1, 1))
-    assert caught.value.reason == REFUSED[name]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    name=st.sampled_from(["IMG-16/whole.jpg", "IMG-16/progressive_whole.jpg"]),
-    flips=st.lists(st.tuples(st.integers(0, 9999), st.integers(1, 255)), max_size=3),
-    stop=st.integers(1, 9999),
-    at_least=st.sampled_from([8, 16, 32]),
-)
-def test_scaled_and_exact_refuse_the_same_bytes(name, flips, stop, at_least):
-    damaged = bytearray(load(name))
-    for position, mask in flips:
-        damaged[position % len(damaged)] ^= mask
-    encoded = bytes(damaged[: max(stop, 1)])
-
-    def reason(**options):
-        try:
-            decode(encoded, **options)
-        except SampleError as error:
-            return error.reason
-        return None
-
-    assert reason(at_least=(at_least, at_least)) == reason()

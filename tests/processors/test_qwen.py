@@ -1,4 +1,3 @@
-import io
 import json
 import pickle
 import random
@@ -14,6 +13,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as their_resize
 
+from tests.fixtures.pictures import encode, load, noise
 from tests.fixtures.processing import read_from, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import QwenVLProcessor
@@ -21,7 +21,6 @@ from zephon_mm.processors.image import decode
 from zephon_mm.processors.qwen import smart_resize
 from zephon_mm.protocols import ImageProcessor
 
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 MODELS = ("qwen2.5-vl", "qwen3-vl")
 BACKENDS = {"torchvision": Qwen2VLImageProcessor, "pillow": Qwen2VLImageProcessorPil}
@@ -29,17 +28,6 @@ EXTREME_SIZES = [
     *((1, 1), (2, 1), (3, 3), (3, 5), (1, 200), (200, 1), (1, 150), (313, 2), (31, 33)),
     *((28, 28), (32, 32), (56, 56), (64, 64), (256, 256), (255, 257), (5, 1000), (1999, 10)),
 ]
-
-
-def encode(pixels, image_format="PNG", **options):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-def noise(height, width):
-    rng = np.random.default_rng(height * 7919 + width)
-    return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def reference(processor, pixels, **options):
@@ -191,7 +179,7 @@ def test_patches_of_a_token_are_neighbours_and_channels_come_first():
 
 def test_one_pixel_gives_one_colour():
     """IMG-21."""
-    encoded = (CASES / "IMG-21" / "w1_h1.png").read_bytes()
+    encoded = load("IMG-21/w1_h1.png")
     processor = QwenVLProcessor(max_pixels=256 * 256)
     patches = written(processor, encoded).reshape(256, 3, -1)
     assert (patches == decode(encoded)[0, 0][:, None]).all()

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2VLVideoProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+from transformers.image_utils import SizeDict
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from zephon_mm.errors import ConfigError, SampleError
@@ -66,7 +67,7 @@ def theirs(processor, **options):
         patch_size=frame.patch_size,
         image_mean=list(frame.mean),
         image_std=list(frame.std),
-        cap_pixels_per_frame=False,
+        cap_pixels_per_frame=processor.cap_pixels_per_frame,
         do_sample_frames=True,
         min_frames=processor.min_frames,
         max_frames=processor.max_frames,
@@ -101,10 +102,11 @@ CLIPS = {
 }
 
 
+@pytest.mark.parametrize("capped", [True, False])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CLIPS)
-def test_clips_equal_transformers(name, model):
-    processor, encoded = small(model), CLIPS[name]
+def test_clips_equal_transformers(name, model, capped):
+    processor, encoded = small(model, cap_pixels_per_frame=capped), CLIPS[name]
     rate = TELEVISION if name == "television" else 10
     measured, ours = processor.measure(io.BytesIO(encoded)), written(processor, encoded)
     raw = reference(processor, encoded, rate, do_rescale=False, do_normalize=False)
@@ -138,21 +140,44 @@ def test_the_same_frames_are_chosen(total, rate, fps, most, model):
     np.testing.assert_array_equal(ours.sample(total, rate), wanted)
 
 
+class Sized(BaseVideoProcessor):
+    """What transformers' processors of the models call to resize: it tells the size instead."""
+
+    def resize(self, image, size, resample):
+        return size
+
+
+SIZED = {name: type(name, (kind, Sized), {})() for name, kind in MODELS.items()}
+
+
 @given(
-    frames=st.integers(2, 900),
-    shape=st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
-    most=st.sampled_from([24 * 2**20, 10**6, 40_000]),
+    frames=st.one_of(st.integers(2, 40), st.integers(2, 900)),
+    shape=st.one_of(
+        st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
+        st.sampled_from([(1080, 1920), (720, 1280), (2160, 3840), (20, 3000)]),
+    ),
+    most=st.sampled_from([None, 10**6, 40_000]),
+    least=st.sampled_from([None, 1, 30_000]),
+    capped=st.booleans(),
+    model=st.sampled_from(sorted(MODELS)),
 )
-def test_the_grid_of_a_clip_is_that_of_transformers(frames, shape, most):
-    processor = QwenVLVideoProcessor.preset("qwen3-vl", max_pixels=most)
-    least = processor.frame.min_pixels
+def test_the_grid_of_a_clip_is_that_of_transformers(frames, shape, most, least, capped, model):
+    processor = QwenVLVideoProcessor.preset(model, max_pixels=most)
+    if least is not None:
+        processor = replace(processor, frame=replace(processor.frame, min_pixels=least))
+    processor = replace(processor, cap_pixels_per_frame=capped)
+    settings = {"factor": processor.frame.factor, "temporal_factor": 2, "resample": None}
+    frame = processor.frame
+    size = SizeDict(shortest_edge=frame.min_pixels, longest_edge=frame.max_pixels)
+    clip = torch.empty((1, 1, 1, 1, 1), dtype=torch.uint8).expand(1, frames, 3, *shape)
     try:
-        height, width = smart_resize(frames, *shape, 2, 32, least, most)
+        found = SIZED[model].resize(clip, size, cap_pixels_per_frame=capped, **settings)
     except ValueError:
         with pytest.raises(SampleError, match="extreme_aspect"):
             processor.grid(frames, *shape)
     else:
-        assert processor.grid(frames, *shape) == (height // 16, width // 16)
+        side = processor.frame.patch_size
+        assert processor.grid(frames, *shape) == (found.height // side, found.width // side)
 
 
 # The rate of a video is not believed from its header, but counted.
@@ -319,6 +344,7 @@ def test_fingerprint_tells_all_that_pixels_depend_on():
         small("qwen3-vl", fps=1),
         small("qwen3-vl", min_frames=2),
         small("qwen3-vl", max_frames=8),
+        small("qwen3-vl", cap_pixels_per_frame=False),
         QwenVLVideoProcessor.preset("qwen3-vl", backend="pillow", max_pixels=40_000),
     ]
     assert all(other.fingerprint() != ours for other in others)

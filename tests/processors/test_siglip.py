@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import SiglipImageProcessor, SiglipImageProcessorPil
 
+from tests.fixtures.pictures import encode, load, noise
 from tests.fixtures.processing import read_from, written
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import SigLIPProcessor
@@ -25,7 +26,6 @@ from zephon_mm.processors.resize import _resizes_bytes
 from zephon_mm.processors.siglip import preset_names
 from zephon_mm.protocols import ImageProcessor
 
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 PHOTOGRAPHS = {
     **{
         name: Path(skimage.__file__).parent / "data" / name
@@ -49,14 +49,6 @@ EVERY_SETTING = [
 ]
 
 
-def encode(image, image_format="PNG", **options):
-    buffer = io.BytesIO()
-    if image_format == "PNG":
-        options["compress_level"] = 1
-    image.save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
 @cache
 def photograph(name, quality):
     """Return a photograph, at most 640 pixels wide, as JPEG; quality 100 stands for PNG."""
@@ -66,12 +58,6 @@ def photograph(name, quality):
     if quality == 100:
         return encode(picture)
     return encode(picture, "JPEG", quality=quality)
-
-
-def noise(height, width):
-    return np.random.default_rng(height * 7919 + width).integers(
-        0, 256, (height, width, 3), dtype=np.uint8
-    )
 
 
 def reference(processor, pixels, **options):
@@ -171,7 +157,7 @@ def test_the_measured_shape_is_written(shape, size, patch_size, orientation):
 @pytest.mark.parametrize("name", ["w1_h1.jpg", "w1_h1.png"])
 def test_one_pixel_gives_one_colour(name):
     """IMG-21."""
-    encoded = (CASES / "IMG-21" / name).read_bytes()
+    encoded = load(f"IMG-21/{name}")
     colour = decode(encoded)[0, 0]
     for backend in BACKENDS:
         ours = written(SigLIPProcessor(backend=backend), encoded)

@@ -3,7 +3,6 @@ import json
 import pickle
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +12,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.fixtures.films import RATE, film, number_of
+from tests.fixtures.pictures import load
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors import SigLIPProcessor, SigLIPVideoProcessor
 from zephon_mm.processors.video import decode_frames, probe_video
 from zephon_mm.protocols import VideoProcessor
 
-CASES = Path(__file__).parents[1] / "fixtures" / "cases"
 IMAGE = SigLIPProcessor(size=(48, 64), patch_size=16, resample=2, backend="pillow")
-
-
-def case(name):
-    return (CASES / name).read_bytes()
 
 
 def written(processor, encoded):
@@ -49,7 +44,7 @@ def on_screen(times, asked):
 @pytest.mark.parametrize("name", ["vfr.mp4", "vfr.mkv"])
 def test_where_the_rate_varies_times_decide(name):
     """VID-04"""
-    encoded = case(f"VID-04/{name}")
+    encoded = load(f"VID-04/{name}")
     for chosen in ({"fps": 4.0}, {"num_frames": 5}, {"fps": 400.0, "max_frames": 5}):
         processor = SigLIPVideoProcessor(IMAGE, **chosen)
         assert sampled(processor, encoded) == [0, 3, 4, 6, 7]
@@ -90,7 +85,7 @@ def test_a_constant_rate_is_sampled_evenly_in_every_container(name):
 def test_a_short_clip_gives_the_frames_that_it_has(count, settings):
     """VID-05"""
     processor = SigLIPVideoProcessor(IMAGE, **settings)
-    encoded = case(f"VID-05/frames{count}.mp4")
+    encoded = load(f"VID-05/frames{count}.mp4")
     for _ in range(2):
         assert sampled(processor, encoded) == list(range(count))
         assert written(processor, encoded).shape == (count, 3, 48, 64)

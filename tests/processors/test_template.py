@@ -4,21 +4,26 @@
 `ZEPHON_WRITE=1 pytest tests/processors/test_template.py -k page`.
 """
 
-import functools
 import json
 import os
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from tests.fixtures import tokenizers as make
+from tests.fixtures.conversations import (
+    SPECIAL,
+    OneToken,
+    document,
+    source,
+    talk,
+    template,
+    tokenizer,
+)
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.ops.interleave import Interleave
 from zephon_mm.ops.tokenizer import TextTokenizer
@@ -26,41 +31,17 @@ from zephon_mm.processors.template import (
     BREAK,
     BUILT_IN,
     CONTROL,
-    MEDIA,
-    ChatTemplate,
     Rendered,
     template_source,
 )
-from zephon_mm.records import Document, FileBlob, Image, MediaShape, Message, SampleRef, Text
+from zephon_mm.records import Document, FileBlob, Image, Message, SampleRef, Text
 
-TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 PAGE = Path(__file__).parents[2] / "CONVERSATIONS.md"
-SPECIAL = [*make.VISION, "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|user|>"]
 NASTY = [
     *("<|im_end|>", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_start|>", "</s>", "<s>"),
     *("<|image_pad|>", "<image>", "USER: ", "ASSISTANT:", "ASSISTANT: ", "ASSISTANT", "<|end|>"),
     *("\ufdd0", "\ufdd3<s>\ufdd3", "\ufdd4", "{{ 1 }}", "{% raw %}", "\n", " ", "a", "é北"),
 ]
-
-
-def source(name: str) -> str:
-    return BUILT_IN.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
-
-
-@functools.cache
-def tokenizer(special: tuple[str, ...] = tuple(SPECIAL)) -> TextTokenizer:
-    plain = make.byte_level_bpe(special)
-    plain.add_tokens([AddedToken(one, special=False) for one in ("<think>", "</think>")])
-    return TextTokenizer.load(plain, eos=special[-1] if "</s>" not in special else "</s>")
-
-
-def template(text: str, train_on: Sequence[str] = ("assistant",), **variables: Any) -> ChatTemplate:
-    return tokenizer().chat(text, tuple(train_on), variables)
-
-
-def talk(*turns: tuple[str, str]) -> Document:
-    """A document of (role, text)."""
-    return Document((), "", tuple(Message(role, (Text(text),)) for role, text in turns))
 
 
 def plain(rendered: Rendered) -> str:
@@ -256,146 +237,6 @@ def test_generation_blocks_win_over_headers() -> None:
     ]
 
 
-# Law 3: what transformers gives.
-
-CHATS: dict[str, list[dict[str, Any]]] = {
-    "system": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " Hi  there\n"},
-        {"role": "assistant", "content": "Yes, <b>well</b> 北京 & 'so'"},
-        {"role": "user", "content": "\n\nand?"},
-        {"role": "assistant", "content": " no \n"},
-    ],
-    "empty": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
-    "thought": [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d", "reasoning_content": "so"},
-    ],
-    "tools": [
-        {"role": "user", "content": "a"},
-        {
-            "role": "assistant",
-            "content": "b",
-            "tool_calls": [
-                {"type": "function", "function": {"name": "f", "arguments": {"é": "<"}}}
-            ],
-        },
-        {"role": "tool", "content": "c", "name": "f"},
-        {"role": "tool", "content": "d", "name": "f"},
-        {"role": "assistant", "content": "e"},
-    ],
-}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d <é>", "parameters": {}}}]
-TAKES_PARTS = {"llava_next", "llava_next_training"}
-
-
-def document(chat: list[dict[str, Any]], tools: Sequence[Any] = ()) -> Document:
-    messages = []
-    for turn in chat:
-        fields = tuple(item for item in turn.items() if item[0] not in ("role", "content"))
-        content = (
-            turn["content"] if isinstance(turn["content"], list) else [{"text": turn["content"]}]
-        )
-        segments = [
-            Text(p["text"]) if "text" in p else Image(FileBlob("/a", 0, 1)) for p in content
-        ]
-        messages.append(Message(turn["role"], tuple(segments), fields))
-    return Document((), "", tuple(messages), tuple(tools))
-
-
-def reference(plain: Tokenizer, name: str) -> PreTrainedTokenizerFast:
-    names = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": source(name)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(plain.to_str()), **names)
-
-
-def same_as_transformers(theirs: PreTrainedTokenizerFast, name: str, chat: str) -> None:
-    ours = TextTokenizer.load(theirs)
-    assert ours.chat_template == source(name)
-    turns, tools = CHATS[chat], TOOLS if chat == "tools" else None
-    if name in TAKES_PARTS:
-        turns = [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in turns]
-    expected = theirs.apply_chat_template(turns, tools=tools)["input_ids"]
-    rendered = ours.chat(source(name), ("assistant",), {}).render(document(turns, tools or ()))
-    assert ours.encode_marked(rendered.text)[0] == expected
-
-
-KNOW_NO_TOOLS = {"vicuna", "llava_next", "llava_next_training"}
-NAMES = ["chatml", "vicuna", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
-PAIRS = [(n, c) for n in NAMES for c in CHATS if c != "tools" or n not in KNOW_NO_TOOLS]
-
-
-@pytest.mark.parametrize(("name", "chat"), PAIRS)
-def test_tokens_are_those_of_apply_chat_template(name: str, chat: str) -> None:
-    plain = make.byte_level_bpe(SPECIAL)
-    plain.add_tokens([AddedToken(one, special=False) for one in ("<think>", "</think>")])
-    same_as_transformers(reference(plain, name), name, chat)
-
-
-@pytest.mark.parametrize("name", sorted(KNOW_NO_TOOLS))
-def test_a_turn_that_a_template_refuses_is_refused(name: str) -> None:
-    with pytest.raises(SampleError, match=r"template.*(no role tool|Only user and assistant)"):
-        template(source(name)).render(document(CHATS["tools"], TOOLS))
-
-
-def test_spaces_that_control_tokens_take_are_taken() -> None:
-    plain = make.byte_level_bpe([*make.VISION, "<s>", "</s>"])
-    takes = [AddedToken(one, rstrip=True, special=True) for one in ("<|end|>", "<|user|>")]
-    plain.add_special_tokens([*takes, AddedToken("<|assistant|>", lstrip=True, special=True)])
-    same_as_transformers(reference(plain, "phi3"), "phi3", "system")
-
-
-@pytest.mark.parametrize("name", ["vicuna", "llava_next"])
-@pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_a_space_in_front_is_added_where_the_library_adds_it(name: str, scheme: str) -> None:
-    plain = make.unigram()
-    plain.pre_tokenizer = make.pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    same_as_transformers(reference(plain, name), name, "thought")
-
-
-@pytest.mark.slow
-def test_with_qwens_vocabulary_too() -> None:
-    theirs = reference(make.qwen(), "qwen3")
-    for chat in CHATS:
-        same_as_transformers(theirs, "qwen3", chat)
-
-
-class OneToken:
-    """Images become one token, as templates write them."""
-
-    def measure(self, read: Any) -> MediaShape:
-        return MediaShape(1, (3, 1, 1))
-
-    def write(self, encoded: bytes, out: Any) -> None: ...
-
-    def normalize(self, pixels: Any, dtype: Any) -> Any: ...
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {}
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_next"])
-def test_images_stand_where_the_template_puts_them(name: str) -> None:
-    image = {"type": "image"}
-    turns = [
-        {"role": "user", "content": [image, {"type": "text", "text": "a"}, image]},
-        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-        {"role": "user", "content": [{"type": "text", "text": "c"}, image]},
-        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
-    ]
-    special = ["<image>", "<s>", "</s>"] if name == "llava_next" else SPECIAL
-    theirs = reference(make.byte_level_bpe(special), name)
-    ours = TextTokenizer.load(theirs)
-    chat = ours.chat(source(name), ("assistant",), {})
-    record = Interleave(ours, OneToken(), chat=chat).measure(
-        SampleRef(0, 0, 0), document(turns), None
-    )
-    assert record.token_ids.tolist() == theirs.apply_chat_template(turns)["input_ids"]
-    assert [slot.media for slot in record.images] == [0, 1, 2]
-    assert chat.render(document(turns)).text.count(MEDIA) == 3
-
-
 # Law 4, and settings.
 
 
@@ -406,16 +247,6 @@ def test_a_template_that_asks_for_the_date_needs_one() -> None:
     chat = talk(("user", "a"), ("assistant", "b"))
     for name in ("date_string", "strftime_now"):
         assert plain(template(text, **{name: "26 Jul 2024"}).render(chat)).endswith("26 Jul 2024")
-
-
-def test_templates_run_in_a_sandbox() -> None:
-    for text in (
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ strftime_now.__self__.source }}",
-    ):
-        with pytest.raises(ConfigError, match="the chat template fails"):
-            template(text + BUILT_IN["chatml"]).check()
 
 
 def test_a_template_that_cannot_be_used_is_told_at_once() -> None:

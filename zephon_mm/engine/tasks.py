@@ -340,9 +340,13 @@ def _write_video(
     """Write the pixels of frames; they have no marks."""
     processor = context.video_processor
     assert processor is not None
-    if check:
-        _check_shape(context, job, partial(blobs.use, video.blob, processor.measure))
-    blobs.use(video.blob, partial(processor.write, first=job.first, out=out))
+
+    def attempt(file: BinaryIO) -> None:  # `write` need not read again what `measure` has read
+        if check:
+            _check_shape(context, job, partial(processor.measure, file))
+        processor.write(file, job.first, out)
+
+    blobs.use(video.blob, attempt)
     return NO_MARKS
 
 
