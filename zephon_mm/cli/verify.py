@@ -172,8 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         Run(recipe, REFERENCE, step_size, arguments.workers).deliver(
             arguments.steps, expected, advance=bar.update
         )
-        compare = _resumed if arguments.resume and arguments.steps > 1 else _straight
-        found = compare(arguments, recipe, possible, step_size, bar.update)
+        found = _deliver(arguments, recipe, possible, step_size, bar.update)
     return report(wanted, found, expected, step_size)
 
 
@@ -184,37 +183,23 @@ def _step_size(recipe: Recipe, combinations: Sequence[Combination]) -> int:
     return size
 
 
-def _straight(
+def _deliver(
     arguments: argparse.Namespace,
     recipe: Recipe,
     combinations: Sequence[Combination],
     step_size: int,
     advance: Advance,
 ) -> dict[Combination, Delivered]:
+    """Let each combination deliver all; with --resume the next one of the ring does the rest."""
     found = {}
-    for one in combinations:
-        found[one] = Delivered()
-        run = Run(recipe, one, step_size, arguments.workers)
-        run.deliver(arguments.steps, found[one], advance=advance)
-    return found
-
-
-def _resumed(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    combinations: Sequence[Combination],
-    step_size: int,
-    advance: Advance,
-) -> dict[Combination, Delivered]:
-    """Let each combination deliver the first half and its successor, of the ring, the rest."""
-    found = {}
-    half = arguments.steps // 2
+    half = arguments.steps // 2 if arguments.resume else 0
     for one, successor in zip(combinations, [*combinations[1:], combinations[0]], strict=True):
-        found[one] = Delivered()
-        first = Run(recipe, one, step_size, arguments.workers)
-        second = first._replace(combination=successor)
-        state = first.deliver(half, found[one], advance=advance)
-        second.deliver(arguments.steps - half, found[one], start=state, advance=advance)
+        found[one], state = Delivered(), None
+        run = Run(recipe, one, step_size, arguments.workers)
+        if half:
+            state = run.deliver(half, found[one], advance=advance)
+            run = run._replace(combination=successor)
+        run.deliver(arguments.steps - half, found[one], start=state, advance=advance)
     return found
 
 
