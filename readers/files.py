@@ -17,11 +17,11 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,12 +30,13 @@ from webdataset.shardlists import expand_urls
 
 from zephon_mm.errors import DatasetError
 from zephon_mm.filecache import FileCache, cache_folder
-from zephon_mm.records import ShardInfo
+from zephon_mm.records import Column, RowBlob, ShardInfo
 from zephon_mm.rng import digest
 from zephon_mm.stores import local
 
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
+Rows = Sequence[int] | NDArray[np.int64]
 
 _CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _MAX_EXPANSION, _ALWAYS_BYTES = 200, 1 << 30  # a file may grow that many times, or to that size
@@ -152,7 +153,7 @@ class Sharded:
         """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
         return digest(self.kind, *(value for shard in self.shards for value in shard))
 
-    def numbers(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, shard: int, rows: Rows) -> NDArray[np.int64]:
         """Return row numbers of a shard as an array.
 
         Raises:
@@ -163,6 +164,30 @@ class Sharded:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
             raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
         return numbers
+
+
+class BlockReader(Sharded):
+    """A reader whose `_opened` gives a block: some rows of a shard, and how to read them."""
+
+    def _opened(self, shard: int, rows: Rows) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def fetch(self, blob: RowBlob) -> bytes:
+        """Return a picture, or other bytes, of a row.
+
+        Raises:
+            SampleError: The row is damaged.
+        """
+        with self._opened(blob.shard, [blob.row]) as block:
+            return block.fetch(blob.field)  # type: ignore[no-any-return]
+
+    def columns(self, shard: int, rows: Rows, fields: Sequence[str]) -> dict[str, Column]:
+        """Return the stored bytes of text, bytes and encoded pictures, as `ColumnReader` says.
+
+        Raises: as `read`.
+        """
+        with self._opened(shard, rows) as block:
+            return block.columns(fields)  # type: ignore[no-any-return]
 
 
 def inflated(data: bytes | memoryview, codec: str, limit: int) -> Iterator[bytes]:

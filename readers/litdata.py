@@ -19,22 +19,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zephon_mm.errors import SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import KEYS, PathLike, Paths, Sharded, ShardFile, open_shard
+from zephon_mm.readers.files import KEYS, BlockReader, PathLike, Paths, Rows, ShardFile, open_shard
 from zephon_mm.readers.litchunks import ArrowRows, form_of, unpack
 from zephon_mm.readers.litindex import is_litdata, load
 from zephon_mm.readers.litvalues import BLOBS, TEXTS, decode
 from zephon_mm.readers.rowtable import THE_ROW, Kinds, TableRows
-from zephon_mm.records import Column, RowBlob, ShardInfo
+from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 
 
-class LitDataReader(Sharded):
+class LitDataReader(BlockReader):
     """Random access to the rows of LitData chunks.
 
     Args:
@@ -99,29 +96,8 @@ class LitDataReader(Sharded):
             samples.append({**asked, "__key__": str(row if key is None else key)})
         return samples
 
-    def fetch(self, blob: RowBlob) -> bytes:
-        """Return a picture, or other bytes, of a row; raw pixels as an image.
-
-        Raises:
-            SampleError: The row is damaged.
-        """
-        with self._opened(blob.shard, [blob.row]) as block:
-            return block.fetch(blob.field)
-
-    def columns(
-        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
-    ) -> dict[str, Column]:
-        """Return the stored bytes of texts, bytes and pictures, as `ColumnReader` says.
-
-        Raises: as `read`.
-        """
-        with self._opened(shard, rows) as block:
-            return block.columns(fields)
-
     @contextmanager
-    def _opened(
-        self, shard: int, rows: Sequence[int] | NDArray[np.int64]
-    ) -> Iterator[ArrowRows | TableRows]:
+    def _opened(self, shard: int, rows: Rows) -> Iterator[ArrowRows | TableRows]:
         """Yield rows of a chunk, which is unpacked if need be."""
         file, chunk = self._index.files[shard], self._index.chunks[shard]
         numbers = self.numbers(shard, rows)

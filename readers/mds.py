@@ -22,17 +22,14 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
 from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, Sharded, ShardFile, open_shard
+from zephon_mm.readers.files import BlockReader, PathLike, Paths, Rows, ShardFile, open_shard
 from zephon_mm.readers.mdsindex import INDEX, MDSShard, find_mds, folders_of, unpack
 from zephon_mm.readers.mdsvalues import BLOBS, decode
 from zephon_mm.readers.rowtable import Kinds, TableRows
-from zephon_mm.records import Column, RowBlob, ShardInfo
+from zephon_mm.records import ShardInfo
 from zephon_mm.stores import local
 
 _SEARCHED_FOLDERS = 64
@@ -40,7 +37,7 @@ _AS_STORED = frozenset({"str", "bytes", "jpeg", "png"})
 _FORMAT = re.compile(rb'"format"\s*:\s*"mds"')
 
 
-class MDSReader(Sharded):
+class MDSReader(BlockReader):
     """Random access to the rows of MDS shards.
 
     Args:
@@ -107,27 +104,8 @@ class MDSReader(Sharded):
             for row, sample in zip(rows, found, strict=True)
         ]
 
-    def fetch(self, blob: RowBlob) -> bytes:
-        """Return a picture, or other bytes, of a row.
-
-        Raises:
-            SampleError: The row is damaged.
-        """
-        with self._opened(blob.shard, [blob.row]) as block:
-            return block.fetch(blob.field)
-
-    def columns(
-        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
-    ) -> dict[str, Column]:
-        """Return the stored bytes of text, bytes and encoded pictures, as `ColumnReader` says.
-
-        Raises: as `read`.
-        """
-        with self._opened(shard, rows) as block:
-            return block.columns(fields)
-
     @contextmanager
-    def _opened(self, number: int, rows: Sequence[int] | NDArray[np.int64]) -> Iterator[TableRows]:
+    def _opened(self, number: int, rows: Rows) -> Iterator[TableRows]:
         shard = self._shards[number]
         numbers = self.numbers(number, rows)
         path = shard.path
