@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     schema = _schema(data)
     for name, sample in looked[:SHOWN_SAMPLES]:
         print(f"\n{name}")
-        _print_sample(data, sample)
+        for field, value in sorted(sample.items()):
+            print(f"  {field:12} {_shown(data, value)}")
     places = _all(data) if arguments.check else _some(data)
     is_good = _report(data, schema, places, sum(rows) if arguments.check else None)
     return 0 if is_good and schema is not None else 1
@@ -180,11 +181,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         return f"list of {' or '.join(sorted({_kind(one) for one in value})) or 'nothing'}"
     return type(value).__name__
-
-
-def _print_sample(data: Dataset, sample: Mapping[str, Any]) -> None:
-    for name, value in sorted(sample.items()):
-        print(f"  {name:12} {_shown(data, value)}")
 
 
 def _shown(data: Dataset, value: Any) -> str:

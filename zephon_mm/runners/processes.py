@@ -162,12 +162,8 @@ class ProcessRunner(Executor):
 
     def stats(self) -> Mapping[str, int]:
         """Return the counters that every runner has."""
-        manager = self._manager
-        return {
-            "tasks_done": manager.tasks_done,
-            "task_retries": manager.task_retries,
-            "worker_restarts": manager.worker_restarts,
-        }
+        names = ("tasks_done", "task_retries", "worker_restarts")
+        return {name: getattr(self._manager, name) for name in names}
 
 
 def _check(workers: int, task_timeout_s: float, max_attempts: int) -> None:
@@ -178,11 +174,8 @@ def _check(workers: int, task_timeout_s: float, max_attempts: int) -> None:
             'runner="process" cannot start workers inside a daemonic process, such as a worker of '
             'a DataLoader: use runner="thread" there, or DataLoader(num_workers=0)'
         )
-    for name, value in (
-        ("workers", workers),
-        ("task_timeout_s", task_timeout_s),
-        ("max_attempts", max_attempts),
-    ):
+    limits = {"workers": workers, "task_timeout_s": task_timeout_s, "max_attempts": max_attempts}
+    for name, value in limits.items():
         if not value > 0:
             raise ConfigError(f"{name} must be above 0, got {value}")
 
