@@ -254,16 +254,15 @@ def _processor(table: Table | None, image: Any = None) -> Any:
     return owner(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 
-def _interleave(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Pipeline.interleave, *_BUILT) | _TEXT)
-    paths = {"tokenizer", "template"} & found.keys()
-    return found | {name: _tokenizer(found[name], base) for name in paths}
+def _tokens(owner: Callable[..., Any], name: str, *built: str) -> Check:
+    """Return the check of a section that names a tokenizer; `built` are not in a recipe."""
 
+    def check(table: Table, base: Path) -> Table:
+        found = checked(table, knobs_of(owner, name, *built) | {name: Knob(str, required=True)})
+        paths = {name, "template"} & found.keys()
+        return found | {path: _tokenizer(found[path], base) for path in paths}
 
-def _tokenize(table: Table, base: Path) -> Table:
-    knobs = knobs_of(Pipeline.tokenize, "tokenizer_id")
-    found = checked(table, knobs | {"tokenizer_id": Knob(str, required=True)})
-    return found | {"tokenizer_id": _tokenizer(found["tokenizer_id"], base)}
+    return check
 
 
 def _tokenizer(name: str, base: Path) -> str:
@@ -278,15 +277,13 @@ def _topology(microbatch_size: int, global_batch_size: int | None = None, **othe
     check_topology(Topology(1, 0, microbatch_size, total))
 
 
-_BUILT = ("image_processor", "video_processor", "tokenizer")
-_TEXT = {"tokenizer": Knob(str, required=True)}
 _CHECKS: dict[str, Check] = {
     "source": _source,
     "options": _section(Options, Options),
     "image_processor": _processor_table,
     "video_processor": _processor_table,
-    "interleave": _interleave,
-    "tokenize": _tokenize,
+    "interleave": _tokens(Pipeline.interleave, "tokenizer", "image_processor", "video_processor"),
+    "tokenize": _tokens(Pipeline.tokenize, "tokenizer_id"),
     "mix": _section(Pipeline.mix),
     "pack": _section(PackConfig, PackConfig),
     "shuffle": _section(Pipeline.shuffle, ShuffleStage),

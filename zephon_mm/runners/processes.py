@@ -162,8 +162,12 @@ class ProcessRunner(Executor):
 
     def stats(self) -> Mapping[str, int]:
         """Return the counters that every runner has."""
-        names = ("tasks_done", "task_retries", "worker_restarts")
-        return {name: getattr(self._manager, name) for name in names}
+        manager = self._manager
+        return {
+            "tasks_done": manager.tasks_done,
+            "task_retries": manager.task_retries,
+            "worker_restarts": manager.worker_restarts,
+        }
 
 
 def _check(workers: int, task_timeout_s: float, max_attempts: int) -> None:
@@ -174,8 +178,11 @@ def _check(workers: int, task_timeout_s: float, max_attempts: int) -> None:
             'runner="process" cannot start workers inside a daemonic process, such as a worker of '
             'a DataLoader: use runner="thread" there, or DataLoader(num_workers=0)'
         )
-    limits = {"workers": workers, "task_timeout_s": task_timeout_s, "max_attempts": max_attempts}
-    for name, value in limits.items():
+    for name, value in (
+        ("workers", workers),
+        ("task_timeout_s", task_timeout_s),
+        ("max_attempts", max_attempts),
+    ):
         if not value > 0:
             raise ConfigError(f"{name} must be above 0, got {value}")
 
