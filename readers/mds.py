@@ -24,8 +24,7 @@ from typing import Any
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
-from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import BlockReader, PathLike, Paths, Rows, ShardFile, open_shard
+from zephon_mm.readers import files
 from zephon_mm.readers.mdsindex import INDEX, MDSShard, find_mds, folders_of, unpack
 from zephon_mm.readers.mdsvalues import BLOBS, decode
 from zephon_mm.readers.rowtable import Kinds, TableRows
@@ -37,7 +36,7 @@ _AS_STORED = frozenset({"str", "bytes", "jpeg", "png"})
 _FORMAT = re.compile(rb'"format"\s*:\s*"mds"')
 
 
-class MDSReader(BlockReader):
+class MDSReader(files.BlockReader):
     """Random access to the rows of MDS shards.
 
     Args:
@@ -54,9 +53,9 @@ class MDSReader(BlockReader):
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
         check_hashes: bool = False,
         allow_pickle: bool = False,
@@ -74,20 +73,18 @@ class MDSReader(BlockReader):
                 _hash(name)
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether the first folder has an index.json that lists MDS shards, or .mds files."""
         first = next(iter(folders_of(path)), "")
         folders = os.walk(first, followlinks=True)
-        for folder, _, files in islice(folders, _SEARCHED_FOLDERS):
-            if any(".mds" in name for name in files):
+        for folder, _, names in islice(folders, _SEARCHED_FOLDERS):
+            if any(".mds" in name for name in names):
                 return True
             with suppress(OSError), open(os.path.join(folder, INDEX), "rb") as file:
                 return bool(_FORMAT.search(file.read(1 << 16)))
         return False
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: files.Fields = None) -> files.Samples:
         """Return the rows: values, blobs for bytes and pictures, and `__key__`.
 
         Raises:
@@ -105,7 +102,7 @@ class MDSReader(BlockReader):
         ]
 
     @contextmanager
-    def _opened(self, number: int, rows: Rows) -> Iterator[TableRows]:
+    def _opened(self, number: int, rows: files.Rows) -> Iterator[TableRows]:
         shard = self._shards[number]
         numbers = self.numbers(number, rows)
         path = shard.path
@@ -113,8 +110,8 @@ class MDSReader(BlockReader):
             stat = os.stat(path)
             key = f"{path} {stat.st_size} {stat.st_mtime_ns} {shard.num_bytes}"
             path = self._cache.get(key, partial(unpack, shard=shard))
-        file = ShardFile(shard.name, shard.path, shard.num_bytes, 0)
-        with open_shard(file._replace(path=path)) as descriptor:
+        file = files.ShardFile(shard.name, shard.path, shard.num_bytes, 0)
+        with files.open_shard(file._replace(path=path)) as descriptor:
             stat = os.fstat(descriptor)
             _check(shard, path, (stat.st_ino, stat.st_mtime_ns), self._check_hashes)
             kinds = Kinds(BLOBS, _AS_STORED, partial(decode, allow_pickle=self._allow_pickle))
