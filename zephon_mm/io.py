@@ -29,6 +29,7 @@ from zephon_mm.protocols import Reader
 from zephon_mm.records import Blob, FileBlob, RowBlob, ShardInfo
 
 PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike]
 Missing = Literal["skip", "error", "keep"]
 Schema = str | Callable[..., Any] | None
 
@@ -97,7 +98,7 @@ class Dataset:
     def from_path(  # noqa: PLR0913 - one call says all about a dataset
         cls,
         name: str,
-        path: PathLike | Sequence[PathLike],
+        path: Paths,
         fmt: str | None = None,
         schema: Schema = None,
         *,
@@ -365,7 +366,7 @@ def _read(path: str, offset: int, size: int) -> bytes:
 
 
 def _mirrored(
-    path: PathLike | Sequence[PathLike], fmt: str | None, cache_dir: Path | None, max_bytes: int
+    path: Paths, fmt: str | None, cache_dir: Path | None, max_bytes: int
 ) -> tuple[Any, dict[str, str]]:
     """Return the local path or paths, and the reader's options that were in a URL."""
     if not isinstance(path, str | os.PathLike):
@@ -387,7 +388,7 @@ def _opens_urls(path: str, fmt: str | None) -> bool:
     return False
 
 
-def _shown(path: PathLike | Sequence[PathLike]) -> str:
+def _shown(path: Paths) -> str:
     """Return a path, or the first of a list and how many more there are."""
     if isinstance(path, str | os.PathLike):
         return os.fspath(path)
@@ -409,9 +410,7 @@ def _load(entry: EntryPoint) -> Any:
         ) from error
 
 
-def _detect(
-    path: PathLike | Sequence[PathLike], told: PathLike | Sequence[PathLike]
-) -> tuple[str, Any]:
+def _detect(path: Paths, told: Paths) -> tuple[str, Any]:
     """Return name and class of the one format that recognises a path, which was told so.
 
     A reader that cannot be imported matters only when no other one recognises the path.
