@@ -38,11 +38,6 @@ def sequences(count: int) -> list[PackedSequence]:
         return [one.sequence for one in planned.plan(count)]
 
 
-def by_step(costs: Costs, hands: Hands) -> tuple[float, float]:
-    """Return the stragglers of a whole step."""
-    return straggler(costs, hands)
-
-
 def by_microbatch(costs: Costs, hands: Hands) -> tuple[float, float]:
     """Return the mean stragglers of a step's microbatches; 1 where none has such work."""
     pairs = [straggler(costs, [hand]) for hand in hands]
@@ -72,7 +67,7 @@ def report(step_size: int, packed: Sequence[PackedSequence], ranks: int, size: i
         f"\nN = {step_size}, {ranks} ranks, B = {size}, {len(steps)} steps: {each_ms:.1f} ms a deal"
     )
     print(f"{'':24} {'vision':>16}  {'attention':>16}   floor of vision {least:.4f}")
-    for name, measure in (("step", by_step), ("microbatch", by_microbatch)):
+    for name, measure in (("step", straggler), ("microbatch", by_microbatch)):
         for order, hands in (("in order", plain), ("dealt", dealt)):
             found = [measure(*one) for one in zip(costs, hands, strict=True)]
             cells = [

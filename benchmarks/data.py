@@ -14,24 +14,22 @@ Imports: rng, cli.demo_data. Used by: benchmarks.
 """
 
 import argparse
-import io
+import itertools
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import skimage.data
 import tqdm
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from zephon_mm.cli.demo_data import encode, write_shard, write_tokenizer
+from zephon_mm.cli.demo_data import encode, encode_film, write_shard, write_tokenizer
 from zephon_mm.errors import ConfigError
 from zephon_mm.rng import Stream
 
@@ -42,45 +40,8 @@ MARKER = ".complete.json"
 VERSION = 1  # raise it when the same arguments give other files
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-NOUNS = _words("""
-    animal apple balcony bank barn basket bear bell bicycle bird boat book bottle bowl bread
-    bridge bucket building camera candle car castle cat chair child circle cloud coat coffee
-    corner cottage cow crowd cup curtain desert desk dog door evening farm farmer feather
-    fence field finger fire fish flag floor flower forest fountain friend fruit garden gate
-    girl hand harbour hat hill horse house island jacket kitchen ladder lake lamp letter
-    light lighthouse machine map market meadow mirror moon morning mountain museum needle
-    night ocean orange painting paper park path pattern person photograph piano picture
-    plant plate platform pocket portrait rain river road rock roof room rope sail sand scene
-    school sea shadow ship shirt shoe shop shore sign sky snow stairs star station stone
-    storm street sun surface table telescope temple tower town train tree valley village
-    wall water wave wheel window winter wood yard
-""")
-ADJECTIVES = _words("""
-    ancient bare blue bright broad broken brown busy calm clean clear cold colourful crowded
-    curved dark deep distant dry dusty early empty faded famous fine flat fresh golden green
-    grey heavy high hollow huge large late light little long lovely low modern narrow new
-    old open orange pale plain pink polished quiet red rough round rusty sharp shiny short
-    silent silver simple small smooth soft striped sunny tall thick thin tiny warm wet white
-    wide wild wooden yellow young
-""")
-VERBS = _words("""
-    appear climb cover draw drift fall fill float follow form gather guard hang hold keep
-    lead lean lift look meet paint point pull rest roll show sleep stand stretch turn wait
-    walk wear
-""")
-SHORT = _words("""
-    a a a an and and are at behind beside by from in in into is is near of of of on on one
-    over some that the the the the the their there to two under was which while with with
-""")
-SYLLABLES = _words("""
-    al an ar bel bor cal dan del dor el en fal far gal gor hal har il kan kel lan lor mal
-    mar mer nal nor ol or pal per ral ran ros sal san sel tal tan tor ul val ver vor wen yar
-    zan zel
-""")
+_FOUND = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+NOUNS, ADJECTIVES, VERBS, SHORT, SYLLABLES = (text.split() for text in _FOUND.values())
 
 
 def main() -> None:
@@ -88,23 +49,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--samples", type=int, default=4_000)
-    parser.add_argument("--format", choices=sorted(WRITERS), default="webdataset")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    make_data(args.out, num_samples=args.samples, format=args.format, seed=args.seed)
+    make_data(args.out, num_samples=args.samples, seed=args.seed)
     files = [path for path in sorted(args.out.iterdir()) if not path.name.startswith(".")]
     size_mb = sum(path.stat().st_size for path in files) / 1e6
     print(f"{args.out}: {args.samples} samples in {len(files)} shards, {size_mb:.0f} MB")
 
 
-def make_data(
-    out: Path,
-    *,
-    num_samples: int,
-    format: str = "webdataset",
-    seed: int = 0,
-    films: bool = False,
-) -> Path:
+def make_data(out: Path, *, num_samples: int, seed: int = 0, films: bool = False) -> Path:
     """Write the data set unless `out` holds it already; return `out`.
 
     With `films` its pictures move: see `films_of`.
@@ -112,7 +65,7 @@ def make_data(
     Raises:
         ConfigError: `out` holds something else.
     """
-    wanted: dict[str, Any] = {"samples": num_samples, "format": format, "seed": seed}
+    wanted: dict[str, Any] = {"samples": num_samples, "format": "webdataset", "seed": seed}
     wanted |= {"version": VERSION} | ({"films": True} if films else {})
     if out.exists():
         marker = out / MARKER
@@ -129,7 +82,7 @@ def make_data(
     stream = iter(tqdm.tqdm(rows, total=num_samples, unit="img"))
     for shard in range(-(-num_samples // SHARD_SAMPLES)):
         count = min(SHARD_SAMPLES, num_samples - shard * SHARD_SAMPLES)
-        WRITERS[format](partial / f"photos-{shard:06d}", (next(stream) for _ in range(count)))
+        write_shard(partial / f"photos-{shard:06d}.tar", itertools.islice(stream, count))
     (partial / MARKER).write_text(json.dumps(wanted))
     partial.rename(out)  # last, so that a folder of this name is always complete
     return out
@@ -158,19 +111,13 @@ def films_of(seed: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _film(photo: NDArray[np.uint8], frames: int) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as output:
-        track = output.add_stream("libx264", rate=25, options={"preset": "veryfast"})
-        track.width, track.height, track.pix_fmt = 320, 240, "yuv420p"
-        track.codec_context.gop_size = 50
-        for k in range(frames):
-            top, left = (
-                (n - size) * k // frames for n, size in zip(photo.shape, (240, 320), strict=False)
-            )
-            view = np.ascontiguousarray(photo[top : top + 240, left : left + 320])
-            output.mux(track.encode(av.VideoFrame.from_ndarray(view, "rgb24")))
-        output.mux(track.encode(None))
-    return buffer.getvalue()
+    def frame(number: int) -> NDArray[np.uint8]:
+        top, left = (
+            (n - size) * number // frames for n, size in zip(photo.shape, (240, 320), strict=False)
+        )
+        return np.ascontiguousarray(photo[top : top + 240, left : left + 320])
+
+    return encode_film(map(frame, range(frames)), (320, 240), 25, {"preset": "veryfast", "g": "50"})
 
 
 def caption(seed: int, index: int) -> str:
@@ -244,25 +191,6 @@ def _picture(stream: Stream, photos: list[Image.Image], grain: NDArray[np.int16]
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), "jpg", quality=85 + stream.integer(8)
     )
 
-
-def _write_webdataset(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    write_shard(path.with_suffix(".tar"), rows)
-
-
-def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Write the columns that Hugging Face image data sets have."""
-    table = [
-        {
-            "key": row["__key__"],
-            "image": {"bytes": row["jpg"], "path": row["__key__"] + ".jpg"},
-            "text": row["txt"],
-        }
-        for row in rows
-    ]
-    pq.write_table(pa.Table.from_pylist(table), path.with_suffix(".parquet"), row_group_size=100)
-
-
-WRITERS = {"webdataset": _write_webdataset, "parquet": _write_parquet}
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.data import make_data, write_benchmark_tokenizer
+from benchmarks.photos import parsed
 from benchmarks.pipeline import build
 
 RUNS = (("inline", 1), ("thread", 2), ("process", 1), ("process", 2), ("process", 4))
@@ -31,12 +31,8 @@ def digest(
 def main() -> int:
     """Parse the command line, print a line for each runner."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
-    parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--batches", type=int, default=200)
-    args = parser.parse_args()
-    make_data(args.data, num_samples=args.samples)
-    write_benchmark_tokenizer(args.data.with_name("tokenizer"))
+    args = parsed(parser)
     found = set()
     for runner, workers in RUNS:
         began = time.perf_counter()

@@ -129,19 +129,15 @@ def make(fmt: str, source: Path, target: Path, python: str) -> None:
 
 def main() -> int:
     """Parse the command line, print a line for each format."""
-    from benchmarks.data import make_data, write_benchmark_tokenizer
     from benchmarks.digests import digest
+    from benchmarks.photos import parsed
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
-    parser.add_argument("--samples", type=int, default=4_000)
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--convert", action="store_true", help="write all with zephon-mm convert")
     parser.add_argument("--mds-python", default="", help="a Python with mosaicml-streaming")
     parser.add_argument("--litdata-python", default="", help="a Python with litdata")
-    args = parser.parse_args()
-    make_data(args.data, num_samples=args.samples)
-    write_benchmark_tokenizer(args.data.with_name("tokenizer"))
+    args = parsed(parser)
     pythons = {"mds": args.mds_python, "litdata": args.litdata_python}
     found = set()
     for fmt in FORMATS:

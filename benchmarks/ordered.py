@@ -15,8 +15,6 @@ import io
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from PIL import Image
 
 import zephon_mm.engine.driver as driver_module
 from benchmarks.data import samples, write_benchmark_tokenizer
+from benchmarks.photos import SIGLIP, alone
 from benchmarks.pipeline import build
 from zephon_mm.batch import Batch
 from zephon_mm.cli.demo_data import encode, write_shard
@@ -36,7 +35,6 @@ from zephon_mm.engine.driver import Driver
 from zephon_mm.engine.pending import Pending
 from zephon_mm.engine.planner import Position, Start
 from zephon_mm.metrics import Metrics
-from zephon_mm.processors import SigLIPProcessor
 
 EVERY = 100  # one heavy image in so many
 TILES = 8  # a heavy image is 8 x 8 copies of a picture of the others' mean size
@@ -114,11 +112,11 @@ def _with_heavy(count: int) -> Iterator[dict[str, Any]]:
 
 def cost_ratio() -> float:
     """Return what a heavy image costs one core, in times of the others' mean; best of three."""
-    processor, out = SigLIPProcessor(size=384), np.empty((3, 384, 384), dtype=np.uint8)
+    out = np.empty((3, 384, 384), dtype=np.uint8)
 
     def cost_s(sample: dict[str, Any]) -> float:
         began = time.perf_counter()
-        processor.write(sample["jpg"], out)
+        SIGLIP.write(sample["jpg"], out)
         return time.perf_counter() - began
 
     costs_s = [min(cost_s(sample) for _ in range(3)) for sample in _with_heavy(EVERY)]
@@ -148,15 +146,6 @@ def run(kind: str, data: Path, workers: int, count: int) -> float:
         driver.close()
 
 
-def one(kind: str, args: argparse.Namespace) -> float:
-    """Run one contender in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.ordered", "--one", kind]
-    for name in ("data", "workers", "count", "samples"):
-        command += [f"--{name}", str(getattr(args, name))]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     """Parse the command line, print the ratio of each pair and the median."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -175,7 +164,7 @@ def main() -> None:
     print(f"1 image in {EVERY} costs {cost_ratio():.0f} times what the others do")
     ratios = []
     for number in range(args.pairs):
-        rates = {kind: one(kind, args) for kind in ("unordered", "ordered")}
+        rates = {kind: alone("benchmarks.ordered", args, kind) for kind in ("unordered", "ordered")}
         ratios.append(rates["ordered"] / rates["unordered"])
         shown = "  ".join(f"{kind} {rate:6.1f} samples/s" for kind, rate in rates.items())
         print(f"pair {number + 1}: {shown}  ({ratios[-1]:.3f})", flush=True)

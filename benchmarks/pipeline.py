@@ -8,7 +8,7 @@ interleaved, each run is a process group of its own, and the median of the pairs
 machines are shared and noisy. `--media naflex` and `--media video` do the same with patches in the
 pictures' own proportions, and with clips of 2 to 5 s.
 
-Imports: the package, benchmarks.data. Writes nothing.
+Imports: the package, benchmarks.data, .photos. Writes nothing.
 """
 
 import argparse
@@ -16,8 +16,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,21 +26,18 @@ import numpy as np
 import torch
 
 from benchmarks.data import make_data, write_benchmark_tokenizer
+from benchmarks.photos import SIGLIP, alone, packed
 from zephon_mm import Dataset, Pipeline
 from zephon_mm.engine.pending import together
 from zephon_mm.engine.tasks import ImageJob, materialize, measure
-from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor, SigLIPVideoProcessor
+from zephon_mm.processors import NaFlexProcessor, SigLIPVideoProcessor
 from zephon_mm.records import Record, Skip
 from zephon_mm.shm.arena import Arena
 from zephon_mm.work import StaticMixtureWorkSource
 
 WARM_UP_S = 2.0
-IMAGE_PX = 384
 WINDOW = 8 * 2048  # samples between two flush sentinels of all lanes
-
-
 FILM_WINDOW = {"chunk_size": 16, "flush_every_k_chunks": 2}  # 256 samples of all lanes
-SIGLIP = SigLIPProcessor(size=IMAGE_PX, patch_size=14)
 PROCESSORS: dict[str, dict[str, Any]] = {
     "fixed": {"image_processor": SIGLIP},
     "naflex": {"image_processor": NaFlexProcessor(max_num_patches=576, packed=True)},
@@ -61,18 +56,9 @@ def build(
     """Return the README's pipeline on the benchmark's photographs, or films."""
     photos = Dataset.from_path("photos", data, cache_dir=cache_dir)
     source = StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42)
-    return (
-        Pipeline(source)
-        .options(canonical_replicas=8, runner=runner, workers=workers, index=index)
-        .options(**(FILM_WINDOW if media == "video" else {}))
-        .interleave(
-            tokenizer=data.with_name("tokenizer"),
-            **PROCESSORS[media],
-        )
-        .pack_flat(max_length=4096, algorithm="best_fit", max_images=32)
-        .shuffle(buffer_size=64, seed=42)
-        .batch(microbatch_size=2)
-    )
+    options = {"canonical_replicas": 8, "runner": runner, "workers": workers, "index": index}
+    options |= FILM_WINDOW if media == "video" else {}
+    return packed(source, data, processors=PROCESSORS[media], max_images=32, **options)
 
 
 def run_pipeline(args: argparse.Namespace) -> dict[str, float]:
@@ -117,7 +103,7 @@ def _bare_worker(args: argparse.Namespace, number: int) -> float:
     pipeline = build(args.data, "inline", workers, media=args.media)
     source, options = pipeline._source, pipeline._options
     context = pipeline._stages.context(source.datasets)
-    arena = Arena(2 * options.task_images * 3 * IMAGE_PX**2)
+    arena = Arena(2 * options.task_images * 3 * SIGLIP.size**2)
     context = replace(context, arena=arena)
     state = source.start(number, workers)
     samples, start = 0, 0.0
@@ -156,26 +142,15 @@ def _tasks(records: list[Record | Skip], task_images: int) -> Iterator[list[Imag
         yield jobs
 
 
-def one(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run one contender in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(args.data)]
-    for name in ("workers", "seconds", "count", "index", "media"):
-        command += [f"--{name}", str(getattr(args, name))]
-    command += ["--one", kind]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def compare(args: argparse.Namespace) -> None:
     """Print the ratio of each runner to the bare run, median of interleaved pairs."""
     runners, pairs = args.runners.split(","), args.pairs
     ratios: dict[str, list[float]] = {runner: [] for runner in runners}
     for number in range(pairs):
-        bare = one("bare", args)["samples_per_s"]
+        bare = alone("benchmarks.pipeline", args, "bare")["samples_per_s"]
         line = f"pair {number + 1}: bare {bare:6.1f} samples/s"
         for runner in runners:
-            found = one(runner, args)
+            found = alone("benchmarks.pipeline", args, runner)
             ratios[runner].append(found["samples_per_s"] / bare)
             line += (
                 f"   {runner} {found['samples_per_s']:6.1f} ({ratios[runner][-1]:.3f}), first "

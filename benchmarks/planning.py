@@ -8,7 +8,7 @@ gives out at its end. The median of several runs counts, each from the beginning
 whole steps also counts each step's trained tokens (`step_tokens`), for which the index is asked for
 more of each row; both ways are shown.
 
-Imports: the package, benchmarks.data, benchmarks.plans. Writes texts and an index beside the data.
+Imports: the package, benchmarks.photos, .plans. Writes texts and an index beside the data.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.data import caption, make_data, write_benchmark_tokenizer
+from benchmarks.data import caption
+from benchmarks.photos import dataset, packed, parsed
 from benchmarks.plans import Plans
-from zephon_mm import Dataset, Pipeline
-from zephon_mm.processors import SigLIPProcessor
+from zephon_mm import Pipeline
 from zephon_mm.rng import Stream
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
@@ -45,26 +45,12 @@ def write_texts(path: Path, count: int = 5_000) -> Path:
 
 def build(data: Path, index: str) -> Pipeline:
     """Return a pipeline of equal shares of tokens of photographs and texts."""
-    cache = data.with_name("cache")
     texts = write_texts(data.with_name("texts") / "texts.jsonl")
-    datasets = [
-        Dataset.from_path("photos", data, cache_dir=cache, progress=False),
-        Dataset.from_path("texts", texts, cache_dir=cache, progress=False),
-    ]
-    source = StaticMixtureWorkSource(
+    datasets = [dataset(data), dataset(texts.parent, "texts")]
+    work = StaticMixtureWorkSource(
         datasets, {"photos": 0.5, "texts": 0.5}, seed=42, token_estimation=TokenEstimation()
     )
-    return (
-        Pipeline(source)
-        .options(canonical_replicas=LANES, runner="thread", index=index)
-        .interleave(
-            tokenizer=data.with_name("tokenizer"),
-            image_processor=SigLIPProcessor(size=384, patch_size=14),
-        )
-        .pack_flat(max_length=4096)
-        .shuffle(buffer_size=64, seed=42)
-        .batch(microbatch_size=2)
-    )
+    return packed(work, data, canonical_replicas=LANES, runner="thread", index=index)
 
 
 def records_per_s(pipeline: Pipeline, windows: int) -> float:
@@ -82,13 +68,9 @@ def records_per_s(pipeline: Pipeline, windows: int) -> float:
 def main() -> None:
     """Parse the command line, print each run and the median."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("benchmarks/data_cache/photos"))
-    parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--windows", type=int, default=10)
     parser.add_argument("--runs", type=int, default=5)
-    args = parser.parse_args()
-    make_data(args.data, num_samples=args.samples)
-    write_benchmark_tokenizer(args.data.with_name("tokenizer"))
+    args = parsed(parser)
     with build(args.data, "fill") as pipeline:
         pipeline.build_index(progress=False)
     for step_tokens in (False, True):

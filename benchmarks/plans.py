@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from zephon_mm import Pipeline
-from zephon_mm.engine.measuring import Measuring
-from zephon_mm.engine.planner import Group, Planner, Position, Start
-from zephon_mm.engine.schedule import TaskQueue
+from zephon_mm.engine.planner import Group, Position, Start
 from zephon_mm.metrics import Metrics
-from zephon_mm.runners import make_runner
+from zephon_mm.planning import planner_of
 
 
 class Plans:
@@ -25,18 +23,7 @@ class Plans:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline: Any = pipeline
-        config = self._pipeline._compiled(Metrics())
-        queue = TaskQueue(make_runner("inline", config.context, workers=1))
-        self._planner = Planner(
-            config.plan,
-            num_lanes=config.num_lanes,
-            topology=config.topology,
-            start=Start(),
-            finite=config.finite,
-            measuring=Measuring(queue, config.index, config.task_rows),
-            wait=lambda measured: None,
-            metrics=Metrics(),
-        )
+        self._planner = planner_of(self._pipeline._compiled(Metrics()), Start())
 
     def groups(self) -> Iterator[Group]:
         """Yield what this rank would deliver, batch by batch."""

@@ -36,12 +36,8 @@ CACHE = Path(__file__).with_name("data_cache") / "readers"
 def python_of(module: str) -> str | None:
     """Return the Python that has a library; None if there is none."""
     for python in (sys.executable, os.environ.get("READERS_PYTHON", "")):
-        if (
-            python
-            and not subprocess.run(
-                [python, "-c", f"import {module}"], capture_output=True
-            ).returncode
-        ):
+        command = [python, "-c", f"import {module}"]
+        if python and not subprocess.run(command, capture_output=True).returncode:
             return python
     return None
 
@@ -56,22 +52,28 @@ def run(python: str, *arguments: str) -> Any:
     return json.loads(lines[-1]) if lines else None
 
 
-def compare(fmt: str, kind: str, data: Path, pairs: int) -> None:
-    """Print the figures of one format and one kind of samples."""
-    python = python_of(FORMATS[fmt])
-    if python is None:
+def measured(fmt: str, kind: str, data: Path, rounds: int) -> dict[str, list[Any]] | None:
+    """Return the runs of each contender, interleaved; None where no Python has the library."""
+    if (python := python_of(FORMATS[fmt])) is None:
         print(f"{fmt:10} {kind:5} skipped: no Python has {FORMATS[fmt]}; set READERS_PYTHON")
-        return
+        return None
     folder, done = data / f"{fmt}-{kind}", data / f"{fmt}-{kind}.done"
     if not done.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         run(python, "write", fmt, kind, str(folder))
         done.touch()
-    found: dict[str, list[Any]] = {"own": [], "zephon": [], "zephon_samples": []}
-    for _ in range(pairs):
+    pythons = {"own": python, "zephon": sys.executable, "zephon_samples": sys.executable}
+    found: dict[str, list[Any]] = {action: [] for action in pythons}
+    for _ in range(rounds):
         for action, results in found.items():
-            runs_in = python if action == "own" else sys.executable
-            results.append(run(runs_in, action, fmt, kind, str(folder)))
+            results.append(run(pythons[action], action, fmt, kind, str(folder)))
+    return found
+
+
+def compare(fmt: str, kind: str, data: Path, pairs: int) -> None:
+    """Print the figures of one format and one kind of samples."""
+    if (found := measured(fmt, kind, data, pairs)) is None:
+        return
     own = [one["samples_per_s"] for one in found["own"]]
     for action, results in found.items():
         rates = [one["samples_per_s"] for one in results]

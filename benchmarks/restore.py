@@ -9,7 +9,7 @@
 - decoded: images that a restored run decodes although they were delivered before the checkpoint,
   counted by an image processor, in data of which no image comes twice.
 
-Imports: the package, benchmarks.data, .lengths, .plans. Writes an index beside the data.
+Imports: the package, benchmarks.data, .photos, .lengths, .plans. Writes an index beside the data.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from benchmarks.data import make_data, write_benchmark_tokenizer
 from benchmarks.lengths import pipeline as lengths_pipeline
+from benchmarks.photos import packed, source
 from benchmarks.plans import Plans, late_state
-from zephon_mm import Dataset, Pipeline
+from zephon_mm import Pipeline
 from zephon_mm.engine.schedule import TaskQueue
 from zephon_mm.engine.tasks import measure, poisoned_sample
 from zephon_mm.io import read_blob
@@ -64,16 +65,8 @@ def sizes(steps: tuple[int, ...] = STEPS) -> None:
 
 def build(data: Path, lanes: int, index: str, **options: Any) -> Pipeline:
     """Return one rank's pipeline over the benchmark's photographs."""
-    processor = options.pop("processor", SigLIPProcessor(size=384, patch_size=14))
-    photos = Dataset.from_path("photos", data, cache_dir=data.with_name("cache"), progress=False)
-    return (
-        Pipeline(StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42))
-        .options(canonical_replicas=lanes, index=index, **options)
-        .interleave(tokenizer=data.with_name("tokenizer"), image_processor=processor)
-        .pack_flat(max_length=4096)
-        .shuffle(buffer_size=64, seed=42)
-        .batch(microbatch_size=1)
-    )
+    made = packed(source(data), data, canonical_replicas=lanes, index=index, **options)
+    return made.batch(microbatch_size=1)
 
 
 def first_round_s(data: Path, lanes: int, index: str, state: Any, **options: Any) -> float:
@@ -90,14 +83,14 @@ def first_round_s(data: Path, lanes: int, index: str, state: Any, **options: Any
 def window_s(data: Path, lanes: int, **options: Any) -> float:
     """Return how long the workers take to measure one window of each lane."""
     made: Any = build(data, lanes, "off", **options)
-    source, settings = made._source, made._options
+    work, settings = made._source, made._options
     runner = make_runner(
         settings.runner, made._compiled(Metrics()).context, workers=settings.workers
     )
     queue = TaskQueue(runner)
     rows, count = settings.task_rows, settings.flush_every_k_chunks * settings.chunk_size
     refs = np.concatenate(
-        [source.next(source.start(lane, lanes), count)[0].refs for lane in range(lanes)]
+        [work.next(work.start(lane, lanes), count)[0].refs for lane in range(lanes)]
     )
     parts = [refs[at : at + rows] for at in range(0, len(refs), rows)]
     queue.submit((0,), measure, parts[0][:1], poisoned_sample).result()  # the workers are up
@@ -148,7 +141,8 @@ class CountingProcessor(SigLIPProcessor):
 
 def decoded_again(data: Path, after: int = 40) -> None:
     """Print how many images a restored run decodes that were delivered before."""
-    options: Any = {"runner": "thread", "processor": CountingProcessor(384), **DECODED_WINDOW}
+    counting = {"image_processor": CountingProcessor(384)}
+    options: Any = {"runner": "thread", "processors": counting, **DECODED_WINDOW}
     state = late_state(build(data, 8, "off", **options))
     before = set()
     with build(data, 8, "off", **options) as made:

@@ -17,25 +17,30 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from webdataset.shardlists import expand_urls
 
-from zephon_mm.errors import DatasetError
+from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
-from zephon_mm.records import ShardInfo
+from zephon_mm.protocols import Sample
+from zephon_mm.records import Column, RowBlob, ShardInfo
 from zephon_mm.rng import digest
 from zephon_mm.stores import local
 
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
+Numbers = NDArray[np.int64]
+Rows = Sequence[int] | Numbers
+Fields = Sequence[str] | None
+Samples = list[Sample | SampleError]
 
 _CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _MAX_EXPANSION, _ALWAYS_BYTES = 200, 1 << 30  # a file may grow that many times, or to that size
@@ -152,7 +157,7 @@ class Sharded:
         """Return hex digits over kind, names, sizes and row counts; not over paths or times."""
         return digest(self.kind, *(value for shard in self.shards for value in shard))
 
-    def numbers(self, shard: int, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, shard: int, rows: Rows) -> Numbers:
         """Return row numbers of a shard as an array.
 
         Raises:
@@ -163,6 +168,30 @@ class Sharded:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_rows:
             raise IndexError(f"{name} has rows 0 to {num_rows - 1}, asked for {numbers.tolist()}")
         return numbers
+
+
+class BlockReader(Sharded):
+    """A reader whose `_opened` gives a block: some rows of a shard, and how to read them."""
+
+    def _opened(self, shard: int, rows: Rows) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def fetch(self, blob: RowBlob) -> bytes:
+        """Return a picture, or other bytes, of a row.
+
+        Raises:
+            SampleError: The row is damaged.
+        """
+        with self._opened(blob.shard, [blob.row]) as block:
+            return block.fetch(blob.field)  # type: ignore[no-any-return]
+
+    def columns(self, shard: int, rows: Rows, fields: Sequence[str]) -> dict[str, Column]:
+        """Return the stored bytes of text, bytes and encoded pictures, as `ColumnReader` says.
+
+        Raises: as `read`.
+        """
+        with self._opened(shard, rows) as block:
+            return block.columns(fields)  # type: ignore[no-any-return]
 
 
 def inflated(data: bytes | memoryview, codec: str, limit: int) -> Iterator[bytes]:
@@ -271,17 +300,13 @@ def _unpack(file: ShardFile, path: str, codec: str, target: str) -> None:
         )
 
 
-def read_pieces(
-    descriptor: int, path: str, starts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> list[bytes]:
+def read_pieces(descriptor: int, path: str, starts: Numbers, sizes: Numbers) -> list[bytes]:
     """Return the bytes of each region; arguments and errors as for `read_regions`."""
     data = read_regions(descriptor, path, starts, sizes).tobytes()
     return [data[start:stop] for start, stop in pairwise([0, *np.cumsum(sizes).tolist()])]
 
 
-def read_regions(
-    descriptor: int, path: str, starts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> NDArray[np.uint8]:
+def read_regions(descriptor: int, path: str, starts: Numbers, sizes: Numbers) -> NDArray[np.uint8]:
     """Return the bytes of a file's regions, one after the other, (sum of sizes,) uint8.
 
     Args:

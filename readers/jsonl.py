@@ -36,6 +36,9 @@ _BLOCK_BYTES = 8 << 20
 
 _IS_TEXT = bytes(code not in b" \t\r\n" for code in range(256))  # JSON's white space
 
+Line = tuple[int, int, int, bytes]
+"""A row's number, its line's from 1, where that begins, its text."""
+
 
 class JsonlReader(files.Sharded):
     """Random access to the rows of JSON Lines files.
@@ -93,7 +96,7 @@ class JsonlReader(files.Sharded):
         lines = self._lines(shard, rows)
         file = os.path.realpath(self._index.files[shard].path)
         root = self._root or os.path.dirname(file)
-        return [self._sample(shard, root, *line, fields) for line in lines]
+        return [self._sample(shard, root, line, fields) for line in lines]
 
     def columns(
         self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
@@ -126,8 +129,7 @@ class JsonlReader(files.Sharded):
             message = f"{self._where(blob.shard, number, start)}, {blob.field}: {error.message}"
             raise SampleError(error.reason, message) from None
 
-    def _lines(self, shard: int, rows: Sequence[int]) -> list[tuple[int, int, int, bytes]]:
-        """Return (row, line number from 1, first byte, text) of each row."""
+    def _lines(self, shard: int, rows: Sequence[int]) -> list[Line]:
         numbers = self.numbers(shard, rows)
         arrays = self._index.part(shard).arrays
         starts = arrays["start"][numbers]
@@ -139,15 +141,9 @@ class JsonlReader(files.Sharded):
         return list(zip(numbers.tolist(), lines, starts.tolist(), texts, strict=True))
 
     def _sample(
-        self,
-        shard: int,
-        root: str,
-        row: int,
-        number: int,
-        start: int,
-        line: bytes,
-        fields: Sequence[str] | None,
+        self, shard: int, root: str, found: Line, fields: Sequence[str] | None
     ) -> Sample | SampleError:
+        row, number, start, line = found
         try:
             sample = parse(line)
             key = next((sample[name] for name in files.KEYS if sample.get(name) is not None), "")

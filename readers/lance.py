@@ -33,9 +33,8 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
-from zephon_mm.protocols import Sample
 from zephon_mm.readers.arrowtable import bytes_at, to_column
-from zephon_mm.readers.files import KEYS, Sharded
+from zephon_mm.readers.files import KEYS, Fields, Samples, Sharded
 from zephon_mm.readers.lancesource import blobs, describe, run, take
 from zephon_mm.records import Column, RowBlob
 from zephon_mm.stores import is_mirror
@@ -114,9 +113,7 @@ class LanceReader(Sharded):
         """Return hex digits over version, fragments and the names of their files, not the place."""
         return self._source.digest
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: Fields = None) -> Samples:
         """Return the rows: images as blobs, other columns as Python values, with `__key__`.
 
         Raises:

@@ -19,22 +19,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zephon_mm.errors import SampleError
 from zephon_mm.filecache import FileCache, cache_folder
-from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import KEYS, PathLike, Paths, Sharded, ShardFile, open_shard
+from zephon_mm.readers import files
 from zephon_mm.readers.litchunks import ArrowRows, form_of, unpack
 from zephon_mm.readers.litindex import is_litdata, load
 from zephon_mm.readers.litvalues import BLOBS, TEXTS, decode
 from zephon_mm.readers.rowtable import THE_ROW, Kinds, TableRows
-from zephon_mm.records import Column, RowBlob, ShardInfo
+from zephon_mm.records import ShardInfo
 from zephon_mm.rng import digest
 
 
-class LitDataReader(Sharded):
+class LitDataReader(files.BlockReader):
     """Random access to the rows of LitData chunks.
 
     Args:
@@ -50,9 +46,9 @@ class LitDataReader(Sharded):
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
         allow_pickle: bool = False,
     ) -> None:
@@ -60,7 +56,7 @@ class LitDataReader(Sharded):
         self._cache = FileCache(cache_folder(cache_dir))
         self._allow_pickle = allow_pickle
         kinds = {name: field.kind for name, field in self._index.fields.items()}
-        self._key = next((n for n in KEYS if kinds.get(n) in {*TEXTS, "int"}), None)
+        self._key = next((n for n in files.KEYS if kinds.get(n) in {*TEXTS, "int"}), None)
         self.kind = f"litdata-{digest(json.dumps([kinds, self._index.tree, allow_pickle]))[:16]}"
         self.shards = tuple(
             ShardInfo(file.name, chunk.num_rows, file.num_bytes)
@@ -68,13 +64,11 @@ class LitDataReader(Sharded):
         )
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether an index.json has `chunks` and `config`, or litdata left chunks without one."""
         return is_litdata(path)
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: files.Fields = None) -> files.Samples:
         """Return the rows: values, blobs for bytes and pictures, and `__key__`.
 
         Raises:
@@ -89,7 +83,7 @@ class LitDataReader(Sharded):
                 found = block.samples(wanted)
             else:
                 found = block.samples({n: p for n, p in tree if wanted is None or n in wanted})
-        samples: list[Sample | SampleError] = []
+        samples: files.Samples = []
         for row, sample in zip(rows, found, strict=True):
             if isinstance(sample, SampleError):
                 samples.append(sample)
@@ -99,29 +93,8 @@ class LitDataReader(Sharded):
             samples.append({**asked, "__key__": str(row if key is None else key)})
         return samples
 
-    def fetch(self, blob: RowBlob) -> bytes:
-        """Return a picture, or other bytes, of a row; raw pixels as an image.
-
-        Raises:
-            SampleError: The row is damaged.
-        """
-        with self._opened(blob.shard, [blob.row]) as block:
-            return block.fetch(blob.field)
-
-    def columns(
-        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
-    ) -> dict[str, Column]:
-        """Return the stored bytes of texts, bytes and pictures, as `ColumnReader` says.
-
-        Raises: as `read`.
-        """
-        with self._opened(shard, rows) as block:
-            return block.columns(fields)
-
     @contextmanager
-    def _opened(
-        self, shard: int, rows: Sequence[int] | NDArray[np.int64]
-    ) -> Iterator[ArrowRows | TableRows]:
+    def _opened(self, shard: int, rows: files.Rows) -> Iterator[ArrowRows | TableRows]:
         """Yield rows of a chunk, which is unpacked if need be."""
         file, chunk = self._index.files[shard], self._index.chunks[shard]
         numbers = self.numbers(shard, rows)
@@ -129,8 +102,8 @@ class LitDataReader(Sharded):
         plain = file
         if is_packed := form in ("zstd", "frames"):
             path = self._cache.get(f"litdata {file[1:]}", partial(unpack, file, chunk))
-            plain = ShardFile(file.name, path, os.path.getsize(path), 0)
-        with open_shard(plain) as descriptor:
+            plain = files.ShardFile(file.name, path, os.path.getsize(path), 0)
+        with files.open_shard(plain) as descriptor:
             if form == "arrow":
                 yield ArrowRows(file, descriptor, shard, numbers, chunk.num_rows)
                 return

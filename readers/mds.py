@@ -22,17 +22,13 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
-from zephon_mm.protocols import Sample
-from zephon_mm.readers.files import PathLike, Paths, Sharded, ShardFile, open_shard
+from zephon_mm.readers import files
 from zephon_mm.readers.mdsindex import INDEX, MDSShard, find_mds, folders_of, unpack
 from zephon_mm.readers.mdsvalues import BLOBS, decode
 from zephon_mm.readers.rowtable import Kinds, TableRows
-from zephon_mm.records import Column, RowBlob, ShardInfo
+from zephon_mm.records import ShardInfo
 from zephon_mm.stores import local
 
 _SEARCHED_FOLDERS = 64
@@ -40,7 +36,7 @@ _AS_STORED = frozenset({"str", "bytes", "jpeg", "png"})
 _FORMAT = re.compile(rb'"format"\s*:\s*"mds"')
 
 
-class MDSReader(Sharded):
+class MDSReader(files.BlockReader):
     """Random access to the rows of MDS shards.
 
     Args:
@@ -57,9 +53,9 @@ class MDSReader(Sharded):
 
     def __init__(
         self,
-        path: Paths,
+        path: files.Paths,
         *,
-        cache_dir: PathLike | None = None,
+        cache_dir: files.PathLike | None = None,
         progress: bool = True,
         check_hashes: bool = False,
         allow_pickle: bool = False,
@@ -77,20 +73,18 @@ class MDSReader(Sharded):
                 _hash(name)
 
     @classmethod
-    def detect(cls, path: Paths) -> bool:
+    def detect(cls, path: files.Paths) -> bool:
         """Whether the first folder has an index.json that lists MDS shards, or .mds files."""
         first = next(iter(folders_of(path)), "")
         folders = os.walk(first, followlinks=True)
-        for folder, _, files in islice(folders, _SEARCHED_FOLDERS):
-            if any(".mds" in name for name in files):
+        for folder, _, names in islice(folders, _SEARCHED_FOLDERS):
+            if any(".mds" in name for name in names):
                 return True
             with suppress(OSError), open(os.path.join(folder, INDEX), "rb") as file:
                 return bool(_FORMAT.search(file.read(1 << 16)))
         return False
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: files.Fields = None) -> files.Samples:
         """Return the rows: values, blobs for bytes and pictures, and `__key__`.
 
         Raises:
@@ -107,27 +101,8 @@ class MDSReader(Sharded):
             for row, sample in zip(rows, found, strict=True)
         ]
 
-    def fetch(self, blob: RowBlob) -> bytes:
-        """Return a picture, or other bytes, of a row.
-
-        Raises:
-            SampleError: The row is damaged.
-        """
-        with self._opened(blob.shard, [blob.row]) as block:
-            return block.fetch(blob.field)
-
-    def columns(
-        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
-    ) -> dict[str, Column]:
-        """Return the stored bytes of text, bytes and encoded pictures, as `ColumnReader` says.
-
-        Raises: as `read`.
-        """
-        with self._opened(shard, rows) as block:
-            return block.columns(fields)
-
     @contextmanager
-    def _opened(self, number: int, rows: Sequence[int] | NDArray[np.int64]) -> Iterator[TableRows]:
+    def _opened(self, number: int, rows: files.Rows) -> Iterator[TableRows]:
         shard = self._shards[number]
         numbers = self.numbers(number, rows)
         path = shard.path
@@ -135,8 +110,8 @@ class MDSReader(Sharded):
             stat = os.stat(path)
             key = f"{path} {stat.st_size} {stat.st_mtime_ns} {shard.num_bytes}"
             path = self._cache.get(key, partial(unpack, shard=shard))
-        file = ShardFile(shard.name, shard.path, shard.num_bytes, 0)
-        with open_shard(file._replace(path=path)) as descriptor:
+        file = files.ShardFile(shard.name, shard.path, shard.num_bytes, 0)
+        with files.open_shard(file._replace(path=path)) as descriptor:
             stat = os.fstat(descriptor)
             _check(shard, path, (stat.st_ino, stat.st_mtime_ns), self._check_hashes)
             kinds = Kinds(BLOBS, _AS_STORED, partial(decode, allow_pickle=self._allow_pickle))

@@ -23,7 +23,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
-from zephon_mm.protocols import Sample
 from zephon_mm.readers import arrowtable as arrow
 from zephon_mm.readers import files
 from zephon_mm.readers.imagerefs import place_name
@@ -66,9 +65,7 @@ class VortexReader(files.Sharded):
         """Whether the first file is named `.vortex`, or begins as one."""
         return files.is_first(path, _SUFFIXES, _MAGIC.__eq__, len(_MAGIC))
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: files.Fields = None) -> files.Samples:
         """Return the rows: images as blobs, other columns as Python values, with `__key__`.
 
         Raises:
@@ -81,7 +78,7 @@ class VortexReader(files.Sharded):
         key = next((name for name in files.KEYS if name in {*self._schema.names} - lazy), None)
         taken, back = self._take(shard, rows, sorted({*names, key or ""} - lazy - {""}))
         keys = taken[key].to_pylist() if key else []
-        samples: list[Sample | SampleError] = []
+        samples: files.Samples = []
         for row, at in zip(map(int, rows), back, strict=True):
             sample = {
                 n: RowBlob(shard, row, place_name((n,)))

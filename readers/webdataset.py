@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
-from zephon_mm.protocols import Sample
 from zephon_mm.readers import files
 from zephon_mm.readers.rowindex import Part, RowIndex
 from zephon_mm.readers.tarheaders import Member, is_tar, walk
@@ -39,6 +38,7 @@ from zephon_mm.readers.wids import is_wids, require_counts, resolve
 from zephon_mm.records import Column, FileBlob, RowBlob
 
 Split = Literal["first_dot", "last_dot"]
+Rows = NDArray[np.int64]
 
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _TEXTS = frozenset({"txt", "text", "caption", "cls"})
@@ -112,9 +112,7 @@ class WebDatasetReader(files.Sharded):
             )
         return column.data.tobytes()
 
-    def columns(
-        self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
-    ) -> dict[str, Column]:
+    def columns(self, shard: int, rows: Rows, fields: Sequence[str]) -> dict[str, Column]:
         """Return the stored bytes of members, but of `json`, which `read` parses.
 
         Raises: as `read`.
@@ -139,9 +137,7 @@ class WebDatasetReader(files.Sharded):
                 columns[name] = Column(data, np.cumsum(ends), valid)
         return columns
 
-    def read(
-        self, shard: int, rows: Sequence[int], fields: Sequence[str] | None = None
-    ) -> list[Sample | SampleError]:
+    def read(self, shard: int, rows: Sequence[int], fields: files.Fields = None) -> files.Samples:
         """Return the rows: text and parsed JSON, blobs for all else, `__key__`, perhaps `__hint__`.
 
         `__hint__` says that the other `split` would find a known field.
@@ -158,7 +154,7 @@ class WebDatasetReader(files.Sharded):
         members = zip(*columns, strict=True)
         keys = _keys(part, numbers)
         defects = part.arrays["defect"][numbers].tolist()
-        samples: list[Sample | SampleError] = []
+        samples: files.Samples = []
         file = self._index.files[shard]
         with files.open_shard(file, self._cache_dir) as descriptor:
             source = _Source(descriptor, file.path, shard)
@@ -186,7 +182,7 @@ class _Source:
         self._is_unpacked = files.codec_of(path) is not None
 
     def sample(
-        self, row: int, members: list[tuple[str, int, int]], fields: Sequence[str] | None
+        self, row: int, members: list[tuple[str, int, int]], fields: files.Fields
     ) -> dict[str, Any] | SampleError:
         """Return the wanted fields of one row, or what is wrong with it."""
         sample: dict[str, Any] = {}
@@ -222,9 +218,7 @@ class _Source:
             raise SampleError("bad_json", f"field 'json' does not parse: {error}") from None
 
 
-def _pick(
-    first: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pick(first: Rows, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the member numbers of all rows, one after the other, and how many each row has."""
     starts = first[rows]
     counts = first[rows + 1] - starts
@@ -233,7 +227,7 @@ def _pick(
     return np.repeat(starts - ends + counts, counts) + np.arange(total), counts
 
 
-def _keys(part: Part, rows: NDArray[np.int64]) -> list[str]:
+def _keys(part: Part, rows: Rows) -> list[str]:
     text, ends = part.arrays["key_text"], part.arrays["key_end"]
     spans = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
     return [text[start:stop].tobytes().decode() for start, stop in spans]

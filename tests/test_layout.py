@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
 MAX_FILE_LINES = 500
-MAX_CODE_LINES = 16_500  # of the package: without tests, blank lines, comments and docstrings
-MAX_FRAME_LINES = 11_500  # the same without readers, processors and writers: formats add up
+MAX_CODE_LINES = 16_300  # of the package: without tests, blank lines, comments and docstrings
+MAX_FRAME_LINES = 11_335  # the same without readers, processors and writers: formats add up
 
 # Lower rows may not import higher ones; most rows' own members may not import one another.
 LAYERS = [

@@ -132,16 +132,14 @@ class Builder:
         Raises:
             ConfigError: The tokenizer lacks a token that is needed, or no such template.
         """
-        if image_processor is not None and not isinstance(image_processor, ImageProcessor):
-            raise ConfigError(
-                f"interleave: image_processor must be an ImageProcessor such as SigLIPProcessor(), "
-                f"got {image_processor!r}"
-            )
-        if video_processor is not None and not isinstance(video_processor, VideoProcessor):
-            raise ConfigError(
-                f"interleave: video_processor must be a VideoProcessor such as "
-                f"SigLIPVideoProcessor(), got {video_processor!r}"
-            )
+        for name, given, kind, example in (
+            ("image_processor", image_processor, ImageProcessor, "SigLIPProcessor"),
+            ("video_processor", video_processor, VideoProcessor, "SigLIPVideoProcessor"),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(
+                    f"interleave: {name} takes a processor such as {example}(), got {given!r}"
+                )
         check_types(Builder.interleave, "interleave", loss_weights=loss_weights)
         loaded = TextTokenizer.load(
             tokenizer, image_token=image_token, video_token=video_token, eos=eos

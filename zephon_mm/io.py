@@ -12,12 +12,11 @@ Imports: errors, protocols, records. Used by: work, engine, cli.
 
 import itertools
 import os
-import threading
 import warnings
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from io import BufferedReader, BytesIO, RawIOBase
@@ -30,6 +29,7 @@ from zephon_mm.protocols import Reader
 from zephon_mm.records import Blob, FileBlob, RowBlob, ShardInfo
 
 PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike]
 Missing = Literal["skip", "error", "keep"]
 Schema = str | Callable[..., Any] | None
 
@@ -86,7 +86,7 @@ class Dataset:
         self._starts = [0, *ends]
         self._num_rows = self._starts[-1]
         self.mirrors: Sequence[str] = ()  # of its stores, if that is where it came from
-        _files.forget()  # a file may have been replaced since an earlier dataset read it
+        _opened.cache_clear()  # a file may have been replaced since an earlier dataset read it
         self._digest: str | None = None
         if not self._num_rows:
             raise DatasetError(
@@ -98,7 +98,7 @@ class Dataset:
     def from_path(  # noqa: PLR0913 - one call says all about a dataset
         cls,
         name: str,
-        path: PathLike | Sequence[PathLike],
+        path: Paths,
         fmt: str | None = None,
         schema: Schema = None,
         *,
@@ -282,7 +282,7 @@ def read_blob(dataset: Dataset, blob: Blob, size: int = -1) -> bytes:
         data = dataset.reader.fetch(blob)
         return data if size < 0 else data[:size]
     wanted = blob.size if size < 0 else min(size, blob.size)
-    data = _files.read(blob.path, blob.offset, wanted)
+    data = _read(blob.path, blob.offset, wanted)
     if len(data) < wanted:
         raise DatasetError(
             f"{blob.path} gave {len(data)} of {wanted} bytes at {blob.offset}: it is shorter than "
@@ -330,92 +330,43 @@ class _Region(RawIOBase):
 
 
 class _OpenFile:
-    """A descriptor, the threads that read from it, and whether the last of them closes it."""
-
-    __slots__ = ("descriptor", "dropped", "users")
+    """A descriptor, closed when the table and all readers have let go of it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.users = 0
-        self.dropped = False
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
-class _OpenFiles:
-    """The files that were read last, kept open and shared by all threads of a process.
+@lru_cache(_OPEN_FILES)
+def _opened(path: str) -> _OpenFile:
+    """Return a file; those that were read last are shared by all threads of a process.
 
-    A file that leaves the table is closed by its last user. `pread` uses no file position, so that
-    a forked child may go on with its parent's descriptors.
+    The table has no lock that a forked child could find held, and `pread` uses no file position: a
+    child may go on with its parent's descriptors.
     """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self.renew_lock()
-
-    def renew_lock(self) -> None:
-        """Make the lock anew: in a forked child the thread that held it does not exist."""
-        self._lock = threading.Lock()
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes; fewer only where the file ends."""
-        file = self._take(path)
-        try:
-            data = os.pread(file.descriptor, size, offset)
-            while len(data) < size:  # Linux gives at most 2 GiB at once
-                more = os.pread(file.descriptor, size - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
-        except OSError:
-            with self._lock:  # a stale network handle would fail for ever
-                if self._files.get(path) is file:
-                    self._drop(path)
-            raise
-        finally:
-            with self._lock:
-                file.users -= 1
-                self._close_if_unused(file)
-        return data
-
-    def forget(self) -> None:
-        """Open all files anew when they are read again."""
-        with self._lock:
-            for path in [*self._files]:
-                self._drop(path)
-
-    def _take(self, path: str) -> _OpenFile:
-        with self._lock:
-            if (file := self._files.get(path)) is not None:
-                self._files.move_to_end(path)
-                file.users += 1
-                return file
-        # Not under the lock: opening takes milliseconds on a network file system.
-        opened = _OpenFile(os.open(stores.local(path), os.O_RDONLY | os.O_CLOEXEC))
-        with self._lock:
-            if path in self._files:
-                self._drop(path)  # another thread was faster; the newer one stays
-            self._files[path] = opened
-            opened.users += 1
-            if len(self._files) > self._limit:
-                self._drop(next(iter(self._files)))
-        return opened
-
-    def _drop(self, path: str) -> None:
-        file = self._files.pop(path)
-        file.dropped = True
-        self._close_if_unused(file)
-
-    def _close_if_unused(self, file: _OpenFile) -> None:
-        if file.dropped and not file.users:
-            os.close(file.descriptor)
+    return _OpenFile(os.open(stores.local(path), os.O_RDONLY | os.O_CLOEXEC))
 
 
-_files = _OpenFiles(_OPEN_FILES)
-os.register_at_fork(after_in_child=_files.renew_lock)
+def _read(path: str, offset: int, size: int) -> bytes:
+    """Return up to `size` bytes; fewer only where the file ends."""
+    file = _opened(path)
+    try:
+        data = os.pread(file.descriptor, size, offset)
+        # Linux gives at most 2 GiB at once.
+        while len(data) < size and (
+            more := os.pread(file.descriptor, size - len(data), offset + len(data))
+        ):
+            data += more
+    except OSError:
+        _opened.cache_clear()  # a stale network handle would fail for ever
+        raise
+    return data
 
 
 def _mirrored(
-    path: PathLike | Sequence[PathLike], fmt: str | None, cache_dir: Path | None, max_bytes: int
+    path: Paths, fmt: str | None, cache_dir: Path | None, max_bytes: int
 ) -> tuple[Any, dict[str, str]]:
     """Return the local path or paths, and the reader's options that were in a URL."""
     if not isinstance(path, str | os.PathLike):
@@ -437,7 +388,7 @@ def _opens_urls(path: str, fmt: str | None) -> bool:
     return False
 
 
-def _shown(path: PathLike | Sequence[PathLike]) -> str:
+def _shown(path: Paths) -> str:
     """Return a path, or the first of a list and how many more there are."""
     if isinstance(path, str | os.PathLike):
         return os.fspath(path)
@@ -459,9 +410,7 @@ def _load(entry: EntryPoint) -> Any:
         ) from error
 
 
-def _detect(
-    path: PathLike | Sequence[PathLike], told: PathLike | Sequence[PathLike]
-) -> tuple[str, Any]:
+def _detect(path: Paths, told: Paths) -> tuple[str, Any]:
     """Return name and class of the one format that recognises a path, which was told so.
 
     A reader that cannot be imported matters only when no other one recognises the path.

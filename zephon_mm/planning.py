@@ -68,6 +68,21 @@ class Plan:
         return draw_plan(self, self._max_length)
 
 
+def planner_of(config: EngineConfig, start: Start) -> Any:
+    """Return a planner that measures in this thread."""
+    queue = TaskQueue(make_runner("inline", config.context, workers=1))
+    return (RawPlanner if isinstance(config.context, RawContext) else Planner)(
+        config.plan,
+        num_lanes=config.num_lanes,
+        topology=config.topology,
+        start=start,
+        finite=config.finite,
+        measuring=Measuring(queue, config.index, config.task_rows),
+        wait=lambda future: None,
+        metrics=Metrics(),
+    )
+
+
 def planned_sequences(
     config: EngineConfig, start: Start, count: int, first: int = 0
 ) -> Iterator[PlannedSequence]:
@@ -81,18 +96,9 @@ def planned_sequences(
         count: How many to yield.
         first: Yield only sequences from this global number on.
     """
-    queue = TaskQueue(make_runner("inline", config.context, workers=1))
     raw = isinstance(config.context, RawContext)
-    planner: Any = (RawPlanner if raw else Planner)(
-        config.plan,
-        num_lanes=config.num_lanes,
-        topology=Topology(1, 0, 1, 1),
-        start=replace(start, delivered=_begun(start), dealt=()),
-        finite=config.finite,
-        measuring=Measuring(queue, config.index, config.task_rows),
-        wait=lambda future: None,
-        metrics=Metrics(),
-    )
+    start = replace(start, delivered=_begun(start), dealt=())
+    planner = planner_of(replace(config, topology=Topology(1, 0, 1, 1)), start)
     wanted = (group for group in planner.groups() if group.numbers[0] >= first)
     for group in itertools.islice(wanted, count):
         if raw:

@@ -25,7 +25,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -45,12 +45,8 @@ from zephon_mm.stages import ShuffleStage
 from zephon_mm.tables import Knob, Table, checked, dump, knobs_of, unknown
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
-_SECTIONS = (
-    *("datasets", "source", "options", "image_processor", "video_processor"),
-    *("interleave", "tokenize"),
-    *("mix", "pack", "shuffle", "batch"),
-)
 _REQUIRED = ("datasets", "source", "pack", "batch")
+Check = Callable[[Table, Path], Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +72,18 @@ class Recipe:
             ConfigError: Data or tokenizer are missing, or a setting is impossible.
             DatasetError: A dataset is damaged or empty.
         """
-        tables = self.tables
-        batch = dict(tables["batch"])
-        if microbatch_size is not None:
-            batch["microbatch_size"] = microbatch_size
-        if global_batch_size is not None:
-            batch["global_batch_size"] = global_batch_size
+        given = {"microbatch_size": microbatch_size, "global_batch_size": global_batch_size}
+        sizes = {name: size for name, size in given.items() if size is not None}
+        tables = {**self.tables, "batch": self.tables["batch"] | sizes}
         pipeline = Pipeline(self._source())
         with _at(self.file, "options"):
             pipeline.options(**tables.get("options", {}) | without_mesh(options))
         self._add_tokens(pipeline)
-        if "mix" in tables:
-            with _at(self.file, "mix"):
-                pipeline.mix(**tables["mix"])
-        with _at(self.file, "pack"):
-            pipeline.pack_flat(**tables["pack"])
-        if "shuffle" in tables:
-            with _at(self.file, "shuffle"):
-                pipeline.shuffle(**tables["shuffle"])
-        with _at(self.file, "batch"):
-            return pipeline.batch(**batch)
+        for section, stage in _STAGES.items():
+            if section in tables:
+                with _at(self.file, section):
+                    stage(pipeline, **tables[section])
+        return pipeline
 
     def to_toml(self) -> str:
         """Return the recipe as the text of a TOML file."""
@@ -160,15 +148,12 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     _check_sections(tables, file)
     base = file.absolute().parent
     found: Table = {"data_from": tables["data_from"]} if "data_from" in tables else {}
-    for section in _SECTIONS:
-        if section not in tables:
-            continue
-        if section == "datasets":
-            parts = enumerate(tables["datasets"], start=1)
-            found["datasets"] = [_dataset(table, file, base, number) for number, table in parts]
-        else:
+    parts = enumerate(tables["datasets"], start=1)
+    found["datasets"] = [_dataset(table, file, base, number) for number, table in parts]
+    for section, check in _CHECKS.items():
+        if section in tables:
             with _at(file, section):
-                found[section] = _SECTION_CHECKS[section](tables[section], base)
+                found[section] = check(tables[section], base)
     return Recipe(found, file)
 
 
@@ -177,7 +162,9 @@ def _check_sections(tables: Table, file: Path) -> None:
     for name, value in tables.items():
         if name not in ("data_from", *_SECTIONS):
             raise ConfigError(f"{file}: {unknown(name, ('data_from', *_SECTIONS), 'section')}")
-        if not _FORMS.get(name, _is_table)(value):
+        parts = value if name == "datasets" else [value]
+        form = str if name == "data_from" else dict
+        if not isinstance(parts, list) or not all(isinstance(part, form) for part in parts):
             raise ConfigError(f"{file}: {name} must be {_WORDS.get(name, f'a section [{name}]')}")
     for name in _REQUIRED:
         if not tables.get(name):
@@ -189,19 +176,6 @@ def _check_sections(tables: Table, file: Path) -> None:
             raise ConfigError(f"{file}: [tokenize] reads no image and no video: remove [{name}]")
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list_of_tables(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_table, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_FORMS = {"datasets": _is_list_of_tables, "data_from": _is_text}
 _WORDS = {"datasets": "a section [[datasets]] for each dataset", "data_from": "text, a command"}
 
 
@@ -244,10 +218,15 @@ def _token_estimation(value: bool | Table | None) -> TokenEstimation | None:
     return TokenEstimation(**checked(settings, knobs_of(TokenEstimation)))
 
 
-def _options(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Options), base)
-    Options(**found)
-    return found
+def _section(owner: Callable[..., Any], make: Callable[..., object] = dict) -> Check:
+    """Return the check of a section whose keys are what `owner` takes and `make` accepts."""
+
+    def check(table: Table, base: Path) -> Table:
+        found = checked(table, knobs_of(owner), base)
+        make(**found)
+        return found
+
+    return check
 
 
 def _processor_table(table: Table, base: Path) -> Table:
@@ -275,16 +254,15 @@ def _processor(table: Table | None, image: Any = None) -> Any:
     return owner(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
 
-def _interleave(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Pipeline.interleave, *_BUILT) | _TEXT)
-    paths = {"tokenizer", "template"} & found.keys()
-    return found | {name: _tokenizer(found[name], base) for name in paths}
+def _tokens(owner: Callable[..., Any], name: str, *built: str) -> Check:
+    """Return the check of a section that names a tokenizer; `built` are not in a recipe."""
 
+    def check(table: Table, base: Path) -> Table:
+        found = checked(table, knobs_of(owner, name, *built) | {name: Knob(str, required=True)})
+        paths = {name, "template"} & found.keys()
+        return found | {path: _tokenizer(found[path], base) for path in paths}
 
-def _tokenize(table: Table, base: Path) -> Table:
-    knobs = knobs_of(Pipeline.tokenize, "tokenizer_id")
-    found = checked(table, knobs | {"tokenizer_id": Knob(str, required=True)})
-    return found | {"tokenizer_id": _tokenizer(found["tokenizer_id"], base)}
+    return check
 
 
 def _tokenizer(name: str, base: Path) -> str:
@@ -294,41 +272,27 @@ def _tokenizer(name: str, base: Path) -> str:
     return path if is_path else name
 
 
-def _pack(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(PackConfig))
-    PackConfig(**found)
-    return found
+def _topology(microbatch_size: int, global_batch_size: int | None = None, **others: Any) -> None:
+    total = microbatch_size if global_batch_size is None else global_batch_size
+    check_topology(Topology(1, 0, microbatch_size, total))
 
 
-def _mix(table: Table, base: Path) -> Table:
-    return checked(table, knobs_of(Pipeline.mix))
-
-
-def _shuffle(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Pipeline.shuffle))
-    ShuffleStage(**{"seed": 0} | found)
-    return found
-
-
-def _batch(table: Table, base: Path) -> Table:
-    found = checked(table, knobs_of(Pipeline.batch))
-    size: int = found["microbatch_size"]
-    total: int = found.get("global_batch_size", size)
-    check_topology(Topology(1, 0, size, total))
-    return found
-
-
-_BUILT = ("image_processor", "video_processor", "tokenizer")
-_TEXT = {"tokenizer": Knob(str, required=True)}
-_SECTION_CHECKS = {
+_CHECKS: dict[str, Check] = {
     "source": _source,
-    "options": _options,
+    "options": _section(Options, Options),
     "image_processor": _processor_table,
     "video_processor": _processor_table,
-    "interleave": _interleave,
-    "tokenize": _tokenize,
-    "mix": _mix,
-    "pack": _pack,
-    "shuffle": _shuffle,
-    "batch": _batch,
+    "interleave": _tokens(Pipeline.interleave, "tokenizer", "image_processor", "video_processor"),
+    "tokenize": _tokens(Pipeline.tokenize, "tokenizer_id"),
+    "mix": _section(Pipeline.mix),
+    "pack": _section(PackConfig, PackConfig),
+    "shuffle": _section(Pipeline.shuffle, ShuffleStage),
+    "batch": _section(Pipeline.batch, _topology),
+}
+_SECTIONS = ("datasets", *_CHECKS)
+_STAGES: dict[str, Callable[..., Pipeline]] = {
+    "mix": Pipeline.mix,
+    "pack": Pipeline.pack_flat,
+    "shuffle": Pipeline.shuffle,
+    "batch": Pipeline.batch,
 }

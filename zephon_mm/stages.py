@@ -59,7 +59,7 @@ class ShuffleStage:
     """`.shuffle`."""
 
     buffer_size: int
-    seed: int
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_types(ShuffleStage, "shuffle", buffer_size=self.buffer_size, seed=self.seed)

@@ -373,11 +373,9 @@ def _tagged_json(value: Any) -> bytes:
 
 
 def _member(value: Any) -> bytes:
-    return (
-        value
-        if isinstance(value, bytes)
-        else (str.encode if isinstance(value, str) else _json)(value)
-    )
+    if isinstance(value, bytes):
+        return value
+    return value.encode() if isinstance(value, str) else _json(value)
 
 
 def _jpeg_array(images: Sequence[bytes]) -> bytes:

@@ -17,11 +17,9 @@ What "bare" is, and why it is compared in pairs, says `benchmarks.pipeline`; wha
 Imports: the package, benchmarks.pipeline, .tables. Used by: benchmarks.reproduce.
 """
 
-import json
 import multiprocessing
-import subprocess
-import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -31,20 +29,19 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.data import make_data, write_benchmark_tokenizer
+from benchmarks.photos import alone, source
 from benchmarks.pipeline import build
 from benchmarks.readers import FORMATS as LIBRARIES
-from benchmarks.readers import python_of
-from benchmarks.readers import run as contender
+from benchmarks.readers import measured
 from benchmarks.reproduce.tables import Result
-from zephon_mm import Dataset, Pipeline
-from zephon_mm.work import StaticMixtureWorkSource
+from zephon_mm import Pipeline
 
 NEED_TOKENS = 16_900
 WARM_UP_S = 2.0
 WORKERS, SHORT_WORKERS = (1, 2, 4, 8), (1, 2)
 SECONDS, SHORT_SECONDS = 30.0, 4.0
 PAIRS, SHORT_PAIRS = 5, 2
-SHORT_PAIR = ("--seconds", "5", "--count", "3000")
+SHORT_PAIR = {"seconds": 5, "count": 3000}
 FORMATS, TEXT_ROUNDS = ("webdataset", "mds", "litdata"), 3
 RUNNERS = ("thread", "process")
 
@@ -59,12 +56,9 @@ def photographs(folder: Path, *, short: bool) -> Path:
 
 def fetching(data: Path, runner: str, workers: int) -> Pipeline:
     """Return a pipeline that delivers undecoded samples."""
-    photos = Dataset.from_path("photos", data, progress=False)
-    return (
-        Pipeline(StaticMixtureWorkSource([photos], {"photos": 1.0}, seed=42))
-        .options(canonical_replicas=8, runner=runner, workers=workers)
-        .batch(microbatch_size=64)
-    )
+    pipeline = Pipeline(source(data))
+    pipeline.options(canonical_replicas=8, runner=runner, workers=workers)
+    return pipeline.batch(microbatch_size=64)
 
 
 MAKE = {"full": build, "fetch": fetching}
@@ -115,21 +109,14 @@ def run(folder: Path, *, short: bool) -> Result:
     return Result(title, [*columns, "enough"], rows, notes, draw)
 
 
-def samples_per_s(kind: str, data: Path, *options: str) -> float:
-    """Return the rate of a contender of `benchmarks.pipeline`, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--data", str(data), "--one", kind]
-    done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["samples_per_s"])
-
-
 def price(folder: Path, *, short: bool) -> Result:
     """Return the table of (d), a row for each pair and runner."""
-    data, options = photographs(folder, short=short), SHORT_PAIR if short else ()
-    rows = []
+    data = photographs(folder, short=short)
+    args, rows = Namespace(data=data, **(SHORT_PAIR if short else {})), []
     for pair in range(SHORT_PAIRS if short else PAIRS):
-        bare = samples_per_s("bare", data, *options)
+        bare = alone("benchmarks.pipeline", args, "bare")["samples_per_s"]
         for runner in RUNNERS:
-            found = samples_per_s(runner, data, *options)
+            found = alone("benchmarks.pipeline", args, runner)["samples_per_s"]
             rows.append([pair + 1, runner, bare, found, found / bare])
     ratios = {runner: [row[4] for row in rows if row[1] == runner] for runner in RUNNERS}
 
@@ -146,21 +133,12 @@ def texts(folder: Path, *, short: bool) -> Result:
     """Return the table of (f), a row for each format and loader."""
     rows, missing = [], []
     for fmt in FORMATS[: 1 if short else None]:
-        python, data = python_of(LIBRARIES[fmt]), folder / "readers" / f"{fmt}-text"
-        if python is None:
+        found = measured(fmt, "text", folder / "readers", 1 if short else TEXT_ROUNDS)
+        if found is None:
             missing.append(f"{fmt} left out: no Python has {LIBRARIES[fmt]}; set READERS_PYTHON")
             continue
-        if not (done := data.with_suffix(".done")).exists():
-            data.parent.mkdir(parents=True, exist_ok=True)
-            contender(python, "write", fmt, "text", str(data))
-            done.touch()
-        actions = {"own": python, "zephon": sys.executable, "zephon_samples": sys.executable}
-        tries = [
-            {name: contender(one, name, fmt, "text", str(data)) for name, one in actions.items()}
-            for _ in range(1 if short else TEXT_ROUNDS)
-        ]
-        for name in actions:
-            values = [[one[name][key] for one in tries] for key in ("samples_per_s", "cpu_us")]
+        for name, tries in found.items():
+            values = [[one[key] for one in tries] for key in ("samples_per_s", "cpu_us")]
             rows.append([fmt, LIBRARIES[fmt] if name == "own" else name, *map(median, values)])
 
     def draw(axes: Axes) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.lanes import sequences
 from tests.fixtures.memory import dataset, random_rows
 from zephon_mm.engine.lanes import FIRST_SEEN, Cursor, Lane, LanePlan
 from zephon_mm.errors import DataQualityError
@@ -101,16 +102,7 @@ def names(sequence: PackedSequence) -> tuple[SampleRef, ...]:
 
 
 def read(lane: Lane, first: int, count: int, *, ahead: int = 2) -> list[tuple[SampleRef, ...]]:
-    """Take sequences from a lane, fewer where it ends."""
-    found = []
-    for index in range(first, first + count):
-        while (sequence := lane.take(index)) is None and not lane.exhausted:
-            lane.fill(ahead)
-            lane.step()
-        if sequence is None:
-            break
-        found.append(names(sequence))
-    return found
+    return [names(sequence) for sequence in sequences(lane, first, count, ahead=ahead)]
 
 
 class Naive(NamedTuple):

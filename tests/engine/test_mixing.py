@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.lanes import sequences
 from tests.fixtures.memory import dataset, random_rows
 from zephon_mm.engine.lanes import LanePlan
 from zephon_mm.engine.mixing import MixingLane
@@ -108,16 +109,8 @@ def make_lane(plan: LanePlan, *, part_rows: int = 3, blocks: bool = False, **whe
 
 
 def read(lane: Any, first: int, count: int, ahead: int = 2) -> list[SampleRef]:
-    """Take records from a lane, fewer where it ends."""
-    found = []
-    for index in range(first, first + count):
-        while (sequence := lane.take(index)) is None and not lane.exhausted:
-            lane.fill(ahead)
-            lane.step()
-        if sequence is None:
-            break
-        found.append(sequence.pieces[0].record.ref)
-    return found
+    found = sequences(lane, first, count, ahead=ahead)
+    return [sequence.pieces[0].record.ref for sequence in found]
 
 
 def naive(count: int, number: int = 1, **settings: Any) -> list[SampleRef]:

@@ -240,13 +240,13 @@ def test_a_video_that_is_not_what_the_index_says_is_an_error(
     (record,) = measure(context, [ref])
     assert isinstance(record, Record)
     job = ImageJob(ref, None, -1, (len(record.images), *SHAPE), video=True)
-    (found,) = materialize(context, [job])
+    ((found, _),) = materialize(context, [job])
     assert len(files) == 3
     assert files[1] is files[2]
     out = np.empty_like(found)
     processor.write(io.BytesIO(path.read_bytes()), 0, out)
     assert np.array_equal(found, out)
-    with pytest.raises(StaleIndexError, match="sample a/m-0/0 is not what the index says"):
+    with pytest.raises(StaleIndexError, match="sample a/m-0/0 is not what was measured"):
         materialize(context, [job._replace(shape=(len(record.images), 3, 16, 16))])
     path.write_bytes(bytes(blob.size))
     with pytest.raises(StaleIndexError, match=r"sample a/m-0/0 .*FFmpeg"):

@@ -33,68 +33,7 @@ from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.recipe import Recipe, load_recipe
 
 # configs/demo.toml is this text with the paths of a clone; a test compares them.
-RECIPE = """\
-data_from = "zephon-mm demo --data-only"
-
-[[datasets]]
-name = "captions"
-path = "data/captions"
-schema = "caption"
-weight = 0.5
-
-[[datasets]]
-name = "stories"
-path = "data/stories/stories.jsonl"
-schema = "interleaved"
-weight = 0.2
-
-[[datasets]]
-name = "chats"
-path = "data/chats/chats.jsonl"
-weight = 0.2
-
-[[datasets]]
-name = "films"
-path = "data/films"
-weight = 0.1
-
-[source]
-seed = 7
-token_estimation = true  # weights are shares of tokens, not of samples
-
-[options]
-canonical_replicas = 24  # lanes: the order of samples is fixed by these, never by the ranks
-chunk_size = 64
-flush_every_k_chunks = 4
-runner = "process"
-workers = 2
-
-[image_processor]
-kind = "siglip"
-size = 64
-patch_size = 16
-backend = "pillow"  # integer arithmetic: the same pixels on every CPU
-
-[video_processor]
-kind = "siglip_video"  # of frames; those are processed as above
-fps = 1.5
-pool = 1
-
-[interleave]
-tokenizer = "data/tokenizer"
-image_token = "<|image_pad|>"
-
-[pack]
-max_length = 256
-
-[shuffle]
-buffer_size = 16
-seed = 7
-
-[batch]
-microbatch_size = 4
-global_batch_size = 24  # sequences a step; 1, 2, 3, 4, 6, ... ranks can share it
-"""
+RECIPE = Path(__file__).with_name("demo.toml").read_text()
 
 STAGES = (
     Combination(1, 4, "process"),

@@ -15,11 +15,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from webdataset.writer import TarWriter
@@ -107,21 +109,12 @@ def make_demo_data(
         num_chats: Conversations about a picture.
         num_films: Captioned videos of two seconds.
     """
-    data = DemoData(
-        captions=folder / "captions",
-        stories=folder / "stories" / "stories.jsonl",
-        chats=folder / "chats" / "chats.jsonl",
-        films=folder / "films",
-        tokenizer=folder / "tokenizer",
-    )
+    places = ("captions", "stories/stories.jsonl", "chats/chats.jsonl", "films", "tokenizer")
+    data = DemoData(*map(folder.joinpath, places))
     pairs = [_caption_sample(Stream(seed, "caption", i), i) for i in range(num_captions)]
-    data.captions.mkdir(parents=True, exist_ok=True)
-    for shard in range(num_shards):
-        samples = pairs[
-            num_captions * shard // num_shards : num_captions * (shard + 1) // num_shards
-        ]
-        write_shard(data.captions / f"demo-{shard:06d}.tar", samples)
-    data.films.mkdir(parents=True, exist_ok=True)
+    cuts = (num_captions * shard // num_shards for shard in range(num_shards + 1))
+    for shard, (start, stop) in enumerate(pairwise(cuts)):
+        write_shard(data.captions / f"demo-{shard:06d}.tar", pairs[start:stop])
     films = [_film_sample(Stream(seed, "film", i), i) for i in range(num_films)]
     write_shard(data.films / "films-000000.tar", films)
     for file in (data.stories, data.chats):
@@ -140,6 +133,7 @@ def make_demo_data(
 def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     """Write WebDataset samples (`__key__`, then suffix -> str or bytes) into one tar file."""
     # A fixed time, user and group make the bytes a function of the samples.
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file, TarWriter(file, mtime=0) as writer:
         for sample in samples:
             writer.write(sample)
@@ -195,18 +189,34 @@ def _film_sample(stream: Stream, index: int) -> dict[str, Any]:
         ((0.5, 0.2), (0.5, 0.8), "down"),
         ((0.5, 0.8), (0.5, 0.2), "up"),
     ][stream.integer(4)]
+    frames = []
+    for k in range(24):
+        x, y = (a + (b - a) * k / 23 for a, b in zip(start, end, strict=True))
+        frames.append(draw_picture([replace(hero, centre=(x, y))], colours[1], 128, 96))
+    film = encode_film(map(np.asarray, frames), (128, 96), 12, {"x264-params": "threads=1"})
+    text = f"{_with_article(str(hero))} moves {way} on {_with_article(colours[1])} background"
+    return {"__key__": f"{index:06d}", "mp4": film, "txt": text}
+
+
+def encode_film(
+    frames: Iterable[NDArray[np.uint8]], size: tuple[int, int], rate: int, options: dict[str, str]
+) -> bytes:
+    """Return (height, width, 3) frames as MP4, H.264.
+
+    Args:
+        frames: In order.
+        size: (width, height) of them, in pixels.
+        rate: Frames a second.
+        options: Of libx264.
+    """
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as output:
-        track: Any = output.add_stream("libx264", rate=12, options={"x264-params": "threads=1"})
-        track.width, track.height, track.pix_fmt = 128, 96, "yuv420p"
-        for k in range(24):
-            x, y = (a + (b - a) * k / 23 for a, b in zip(start, end, strict=True))
-            picture = draw_picture([replace(hero, centre=(x, y))], colours[1], 128, 96)
-            pixels = np.asarray(picture)
-            output.mux(track.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+        track: Any = output.add_stream("libx264", rate=rate, options=options)
+        (track.width, track.height), track.pix_fmt = size, "yuv420p"
+        for frame in frames:
+            output.mux(track.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
         output.mux(track.encode(None))
-    text = f"{_with_article(str(hero))} moves {way} on {_with_article(colours[1])} background"
-    return {"__key__": f"{index:06d}", "mp4": buffer.getvalue(), "txt": text}
+    return buffer.getvalue()
 
 
 def _chat(stream: Stream, index: int, folder: Path) -> dict[str, Any]:

@@ -43,6 +43,7 @@ SHOWN_ITEMS = 4
 MOST_TOML = 1 << 20
 
 Problem = tuple[str, str]
+Place = tuple[int, range]
 """A reason that can be counted, and a message that names the sample."""
 
 
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     schema = _schema(data)
     for name, sample in looked[:SHOWN_SAMPLES]:
         print(f"\n{name}")
-        _print_sample(data, sample)
+        for field, value in sorted(sample.items()):
+            print(f"  {field:12} {_shown(data, value)}")
     places = _all(data) if arguments.check else _some(data)
     is_good = _report(data, schema, places, sum(rows) if arguments.check else None)
     return 0 if is_good and schema is not None else 1
@@ -140,14 +142,14 @@ def _inspect_recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _some(data: Dataset) -> Iterator[tuple[int, range]]:
+def _some(data: Dataset) -> Iterator[Place]:
     """Yield the first rows of some shards, the first and the last of them among those."""
     step = max(1, (len(data.shards) - 1) // max(LOOKED_SHARDS - 1, 1))
     for number in range(0, len(data.shards), step):
         yield number, range(min(data.shards[number].num_rows, LOOKED_ROWS))
 
 
-def _all(data: Dataset) -> Iterator[tuple[int, range]]:
+def _all(data: Dataset) -> Iterator[Place]:
     for number, shard in enumerate(data.shards):
         for at in range(0, shard.num_rows, TASK_ROWS):
             yield number, range(at, min(at + TASK_ROWS, shard.num_rows))
@@ -182,11 +184,6 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _print_sample(data: Dataset, sample: Mapping[str, Any]) -> None:
-    for name, value in sorted(sample.items()):
-        print(f"  {name:12} {_shown(data, value)}")
-
-
 def _shown(data: Dataset, value: Any) -> str:
     if isinstance(value, FileBlob | RowBlob):
         try:
@@ -206,9 +203,7 @@ def _shown(data: Dataset, value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)})"
 
 
-def _report(
-    data: Dataset, schema: Any, places: Iterator[tuple[int, range]], total: int | None
-) -> bool:
+def _report(data: Dataset, schema: Any, places: Iterator[Place], total: int | None) -> bool:
     """Look at rows, decoding images; print the problems by reason, return if there is none."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
@@ -231,7 +226,7 @@ def _report(
     return not counts
 
 
-def _problems(data: Dataset, schema: Any, place: tuple[int, range]) -> tuple[int, list[Problem]]:
+def _problems(data: Dataset, schema: Any, place: Place) -> tuple[int, list[Problem]]:
     """Return how many rows were looked at, and what is wrong with them."""
     shard, rows = place
     try:

@@ -164,16 +164,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"no dp * microbatch divides global_batch_size = {step_size}: choose others, or change "
             f"[batch] of {arguments.recipe}"
         )
-    rows = step_size * arguments.steps
-    with tqdm(
-        total=rows * (len(possible) + 1), unit="rows", desc="verify", leave=False, mininterval=0.5
-    ) as bar:
+    steps, run = arguments.steps, Run(recipe, REFERENCE, step_size, arguments.workers)
+    rows = step_size * steps * (len(possible) + 1)
+    with tqdm(total=rows, unit="rows", desc="verify", leave=False, mininterval=0.5) as bar:
         expected = Delivered()
-        Run(recipe, REFERENCE, step_size, arguments.workers).deliver(
-            arguments.steps, expected, advance=bar.update
-        )
-        compare = _resumed if arguments.resume and arguments.steps > 1 else _straight
-        found = compare(arguments, recipe, possible, step_size, bar.update)
+        run.deliver(steps, expected, advance=bar.update)
+        half = steps // 2 if arguments.resume else 0
+        found = _deliver(run, possible, steps, half, bar.update)
     return report(wanted, found, expected, step_size)
 
 
@@ -184,37 +181,17 @@ def _step_size(recipe: Recipe, combinations: Sequence[Combination]) -> int:
     return size
 
 
-def _straight(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    combinations: Sequence[Combination],
-    step_size: int,
-    advance: Advance,
+def _deliver(
+    reference: Run, combinations: Sequence[Combination], steps: int, half: int, advance: Advance
 ) -> dict[Combination, Delivered]:
+    """Let each combination deliver all, or the first half and the next one of the ring the rest."""
     found = {}
-    for one in combinations:
-        found[one] = Delivered()
-        run = Run(recipe, one, step_size, arguments.workers)
-        run.deliver(arguments.steps, found[one], advance=advance)
-    return found
-
-
-def _resumed(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    combinations: Sequence[Combination],
-    step_size: int,
-    advance: Advance,
-) -> dict[Combination, Delivered]:
-    """Let each combination deliver the first half and its successor, of the ring, the rest."""
-    found = {}
-    half = arguments.steps // 2
     for one, successor in zip(combinations, [*combinations[1:], combinations[0]], strict=True):
-        found[one] = Delivered()
-        first = Run(recipe, one, step_size, arguments.workers)
-        second = first._replace(combination=successor)
-        state = first.deliver(half, found[one], advance=advance)
-        second.deliver(arguments.steps - half, found[one], start=state, advance=advance)
+        found[one], state, run = Delivered(), None, reference._replace(combination=one)
+        if half:
+            state = run.deliver(half, found[one], advance=advance)
+            run = run._replace(combination=successor)
+        run.deliver(steps - half, found[one], start=state, advance=advance)
     return found
 
 

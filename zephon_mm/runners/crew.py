@@ -53,17 +53,12 @@ class Task:
         try:
             value = pickle.loads(payload) if ok else pickles.loads_error(payload)
         except Exception as error:  # noqa: BLE001  # the user's classes, whatever they do
-            self.future.set_exception(
-                RunnerError(
-                    f"the reply of {self} cannot be unpickled in the trainer "
-                    f"({type(error).__name__}: {error}). Return plain data."
-                )
+            ok = False
+            value = RunnerError(
+                f"the reply of {self} cannot be unpickled in the trainer "
+                f"({type(error).__name__}: {error}). Return plain data."
             )
-            return
-        if ok:
-            self.future.set_result(value)
-        else:
-            self.future.set_exception(value)
+        (self.future.set_result if ok else self.future.set_exception)(value)
 
     def __str__(self) -> str:
         """Return the call as text: the function's name and its arguments, cut to size."""

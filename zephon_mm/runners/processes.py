@@ -178,11 +178,8 @@ def _check(workers: int, task_timeout_s: float, max_attempts: int) -> None:
             'runner="process" cannot start workers inside a daemonic process, such as a worker of '
             'a DataLoader: use runner="thread" there, or DataLoader(num_workers=0)'
         )
-    for name, value in (
-        ("workers", workers),
-        ("task_timeout_s", task_timeout_s),
-        ("max_attempts", max_attempts),
-    ):
+    limits = {"workers": workers, "task_timeout_s": task_timeout_s, "max_attempts": max_attempts}
+    for name, value in limits.items():
         if not value > 0:
             raise ConfigError(f"{name} must be above 0, got {value}")
 

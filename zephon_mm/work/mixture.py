@@ -41,6 +41,9 @@ MeasureRows = Callable[[int, list[tuple[int, int]]], list[int | None]]
 
 MEAN_TOKENS, MEAN_ROWS = 256, 64
 """Tokens of a row before any is known; as how many rows the mean of earlier windows counts."""
+Turns = Sequence[tuple[int, Mapping[str, float]]]
+"""(a step or window, weights by dataset), ascending."""
+
 _ENDLESS = 1 << 62  # rows
 Shares = NDArray[np.float64]
 
@@ -100,7 +103,7 @@ class StaticMixtureWorkSource:
         shuffle: bool = True,
         shuffle_block_rows: int = 4096,
         max_passes: Mapping[str, int] | None = None,
-        curriculum: Sequence[tuple[int, Mapping[str, float]]] = (),
+        curriculum: Turns = (),
         windows_per_step: float | Sequence[float] | None = None,
     ) -> None:
         check_types(
@@ -286,9 +289,7 @@ class StaticMixtureWorkSource:
         source._share_out()
         return source
 
-    def with_history(
-        self, names: Sequence[str], history: Sequence[tuple[int, Mapping[str, float]]]
-    ) -> Self:
+    def with_history(self, names: Sequence[str], history: Turns) -> Self:
         """Return a copy that goes on in lanes that earlier mixtures began.
 
         Args:
@@ -394,9 +395,7 @@ class StaticMixtureWorkSource:
                 )
         return at, shares, left
 
-    def _arrange(
-        self, names: Sequence[str], history: Sequence[tuple[int, Mapping[str, float]]]
-    ) -> None:
+    def _arrange(self, names: Sequence[str], history: Turns) -> None:
         """Line up datasets: first what states so far know, then what joins."""
         used = {name for _, weights in self._program for name, weight in weights.items() if weight}
         joined = [name for name in self._given if name in used and name not in names]
