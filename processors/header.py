@@ -131,7 +131,7 @@ def _within(header: ImageHeader, max_pixels: int) -> ImageHeader:
             "too_many_pixels",
             f"the {header.format} image is {header.width_px} x {header.height_px} = {pixels} "
             f"pixels, expected at most {max_pixels}: scale it down, or raise the image "
-            f"processor's `max_pixels`",
+            f"processor's `max_pixels` (`decode_limit_px` of Qwen-VL's)",
         )
     return header
 

@@ -5,9 +5,9 @@ Laws (tests/processors/test_image.py and test_image_scaled.py hold a test for ea
        size from the header.
     2. JPEG is decoded by simplejpeg, which equals Pillow bit for bit; what it refuses, CMYK, and
        every other format is Pillow's, whose answer is final.
-    3. EXIF orientation is applied; alpha is composited on white; 16-bit samples are `>> 8`; CMYK
-       follows Adobe's polarity, with or without the marker; an animation is its first frame; a
-       colour profile and gamma are ignored.
+    3. EXIF orientation is applied; alpha is composited on white; 16-bit samples are `>> 8`, but
+       those of a colour PPM are rounded; CMYK follows Adobe's polarity, with or without the marker;
+       an animation is its first frame; a colour profile and gamma are ignored.
     4. Damaged or cut data is a `SampleError`, never grey filling. A JPEG that lacks only its end
        marker counts as cut: a decoder cannot tell it from one that lacks pixels.
     5. Metadata loses no picture: broken EXIF, profiles and text chunks are not read at all.
@@ -27,11 +27,12 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, TiffImagePlugin
 
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.processors.formats import open_pillow
@@ -56,6 +57,7 @@ _ALPHA_MODES = ("LA", "PA", "RGBA", "RGBa")
 _KEEP_JPEG = (0xE0, 0xEE)  # JFIF and Adobe markers, which say how the colours are stored
 _SCALES = (2, 4, 8)  # sides of a scaled JPEG are divided by one of these
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_TIFF_TAGS = {"BitsPerSample": 258, "PhotometricInterpretation": 262, "PlanarConfiguration": 284}
 # The passes of an interlaced PNG: first column and row, step in columns and rows.
 _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
@@ -192,8 +194,14 @@ def _rgb(image: Image.Image, encoded: bytes) -> Pixels:
     if image.mode in ("I", "F"):
         raise SampleError(
             "unsupported_pixels",
-            f"found 32-bit samples ({image.format} mode {image.mode}), which have no fixed range, "
-            f"expected 8 or 16 bits: convert the image",
+            f"found 32-bit or signed samples ({image.format} mode {image.mode}), which have no "
+            f"fixed range, expected 8 or 16 bits: convert the image",
+        )
+    # Pillow would read the two bytes of a sample as two pixels.
+    if _tag(image, "BitsPerSample", (8,))[0] > 8 and _tag(image, "PlanarConfiguration") == 2:
+        raise SampleError(
+            "unsupported_pixels",
+            "the TIFF has 16-bit colours in planes, expected them interleaved: convert the image",
         )
     if image.mode in _ALPHA_MODES or (image.mode == "P" and image.has_transparency_data):
         rgba = image.convert("RGBA")
@@ -208,8 +216,16 @@ def _rgb(image: Image.Image, encoded: bytes) -> Pixels:
     return pixels
 
 
+def _tag(image: Image.Image, name: str, default: Any = None) -> Any:
+    """Return a TIFF's field; the default where it has none, and of other formats."""
+    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+    return tags.get(_TIFF_TAGS[name], default)
+
+
 def _gray16(image: Image.Image) -> Pixels:
     samples = np.asarray(image)
+    if _tag(image, "PhotometricInterpretation") == 0:  # white is 0; Pillow turns 8 bits alone
+        samples = ~samples
     pixels = (samples >> 8).astype(np.uint8)
     if "transparency" in image.info:
         pixels[samples == image.info["transparency"]] = 255

@@ -113,6 +113,8 @@ class TileProcessor(_Squares):
     """Cuts a picture into rows x cols tiles with a global view; each is a part with its own text.
 
     A picture that fits one tile is the global view alone. Further settings are `_Squares`'.
+    transformers' Idefics3 and SmolVLM take `pixel_values[None]`, and leave out pictures that are
+    all zero, as invalid ones are: give those another value, so that tokens and patches agree.
 
     Args:
         max_side: The longest side in pixels, a multiple of `size`, at most 4,096.

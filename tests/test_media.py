@@ -13,12 +13,25 @@ from hypothesis import strategies as st
 from tests.fixtures.processing import measured
 from zephon_mm.errors import ConfigError
 from zephon_mm.media import Media, MediaLayout, MediaPlan
-from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor
+from zephon_mm.processors import (
+    AnyResProcessor,
+    NaFlexProcessor,
+    QwenVLProcessor,
+    QwenVLVideoProcessor,
+    SigLIPProcessor,
+    SigLIPVideoProcessor,
+    TileProcessor,
+)
 from zephon_mm.records import ImageSlot
 
 NAFLEX = NaFlexProcessor(max_num_patches=16)
 PACKED = NaFlexProcessor(max_num_patches=16, packed=True)
 FIXED = SigLIPProcessor(size=32, patch_size=16)
+QWEN = QwenVLProcessor(min_pixels=32 * 32, max_pixels=64 * 64)
+TILES = TileProcessor(size=32, max_side=64, patch_size=16, scale_factor=1)
+ANYRES = AnyResProcessor(size=28, patch_size=14, grid_pinpoints=((28, 56), (56, 28)))
+VIDEOS = [QwenVLVideoProcessor(QWEN), QwenVLVideoProcessor(QWEN, "qwen2.5-vl")]
+FRAMES = SigLIPVideoProcessor(FIXED)
 
 
 def picture(width: int, height: int) -> bytes:
@@ -116,16 +129,32 @@ def test_a_model_sees_zeros_where_there_is_no_patch_or_no_picture() -> None:
         assert ("spatial_shapes" in found) == (processor is not FIXED)
 
 
-@pytest.mark.parametrize("processor", [NAFLEX, PACKED, FIXED])
-def test_a_batch_without_images_gives_one_of_zeros_on_demand(processor: Any) -> None:
+@pytest.mark.parametrize("processor", [NAFLEX, PACKED, FIXED, TILES, ANYRES, QWEN, FRAMES, *VIDEOS])
+def test_a_batch_without_images_gives_nothing_or_one_of_zeros_on_demand(processor: Any) -> None:
     media = made(processor, [])
-    assert len(media.training(None, torch.float32)["pixel_values"]) == 0
+    assert media.training(None, torch.float32) == {}  # encoders fail on (0, ...)
     found = media.training(None, torch.float32, dummy=True)
-    assert len(found["pixel_values"]) > 0
-    assert not found["pixel_values"].any()
-    if "spatial_shapes" in found:
-        assert found["spatial_shapes"].shape == (1, 2)
-        assert (found["spatial_shapes"] > 0).all()
+    pixels = found["pixel_values"]
+    assert len(pixels) > 0
+    assert pixels.shape[-len(processor.unit_shape) :] == processor.unit_shape
+    assert not pixels.any()
+    if processor.grid_key is not None:
+        (grid,) = found[processor.grid_key].tolist()
+        assert min(grid) > 0
+        if processor in (QWEN, *VIDEOS):
+            assert np.prod(grid) == len(pixels) == processor.merge_size**2
+
+
+def test_padding_of_no_images_is_as_that_of_some() -> None:
+    empty = made(PACKED, []).training(None, torch.float32, pad_to=7)
+    assert empty["pixel_values"].shape == (7, 768)
+    assert empty["image_cu_seqlens"].tolist() == [0, 7]
+    assert empty["spatial_shapes"].shape == (0, 2)
+    assert made(NAFLEX, []).training(None, torch.float32, pad_to=2)["spatial_shapes"].all()
+    for processor in (QWEN, ANYRES):
+        for pictures in ([], PICTURES[:1]):
+            with pytest.raises(ConfigError, match="pad_images_to needs images that can be told"):
+                made(processor, pictures).training(None, torch.float32, pad_to=7000)
 
 
 def test_images_are_padded_to_one_shape_that_a_model_can_be_compiled_for() -> None:
@@ -144,3 +173,5 @@ def test_images_are_padded_to_one_shape_that_a_model_can_be_compiled_for() -> No
     assert found["spatial_shapes"].shape == (3, 2)
     with pytest.raises(ConfigError, match="pad_images_to=2, but the batch has 3 images"):
         made(FIXED, PICTURES).training(None, torch.float32, pad_to=2)
+    with pytest.raises(ConfigError, match=r"has \d+ patches: .*max_patches=\.\.\."):
+        made(PACKED, PICTURES).training(None, torch.float32, pad_to=2)

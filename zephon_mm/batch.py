@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.media import Media, bytes_of, named_for_videos
+from zephon_mm.media import VISION_KEYS, Media, bytes_of, named_for_videos
 from zephon_mm.mrope import mrope_positions
 
 IGNORE = -100
@@ -159,26 +159,29 @@ class Batch:
                 may attend: causal, inside its own segment. For attn_implementation="sdpa" only:
                 "eager" would add a bool mask to the scores.
                 `block`: (B, L) tensors and `attention_mask`, a flex-attention `BlockMask` of the
-                same rule.
+                same rule; transformers' Qwen-VL models have no flex attention.
             shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
                 not shift. transformers' models shift by themselves: leave it off for those.
             rename: Key -> the name that your model uses for it.
-            dummy_image: Give one image of zeros where the batch has none, so that sharded models
-                do not wait for this rank's encoder. It has no tokens: `image_index` is empty.
+            dummy_image: Give one image of zeros where the batch has none, and one frame where the
+                pipeline has videos and the batch none, so that sharded models do not wait for this
+                rank's encoder. It has no tokens: `image_index` is empty then. transformers' Qwen-VL
+                refuses what has no tokens: run its `visual` on it, and add 0 times the sum.
             pad_images_to: Give so many images (patches, where these are packed), the last ones
-                zero, for models compiled for one shape.
+                zero, for models compiled for one shape. Not for Qwen-VL and LLaVA-NeXT, whose
+                models take no padding, nor for videos.
 
         Returns:
             The tensors above, `loss_weights` where the batch has some (shaped and shifted as the
             labels), and `pixel_values` in `dtype`, normalised by the image processor, all
-            zero for invalid images and padding; absent in a pipeline without images. NaFlex adds
+            zero for invalid images and padding; absent in a batch without images. NaFlex adds
             `spatial_shapes`, and `pixel_attention_mask` or (packed) `image_cu_seqlens`; Qwen-VL
             `image_grid_thw`, and its `position_ids` are (4, B, L). Videos come as
             `pixel_values_videos`, with `video_grid_thw` for Qwen-VL.
 
         Raises:
-            ConfigError: Unknown `attention`, no floating `dtype`, or `rename` names a key that is
-                not there or gives two keys one name.
+            ConfigError: Unknown `attention`, no floating `dtype`, `rename` names a key that there
+                never is or gives two keys one name, or `pad_images_to` cannot be met.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating torch.dtype, got {dtype!r}")
@@ -205,11 +208,8 @@ class Batch:
         else:
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
-        if self.images.processor is not None:
-            more = self.images.training(device, dtype, dummy=dummy_image, pad_to=pad_images_to)
-            tensors |= more
-        if self.videos.processor is not None and len(self.videos):
-            tensors |= named_for_videos(self.videos.training(device, dtype))
+        tensors |= self.images.training(device, dtype, dummy=dummy_image, pad_to=pad_images_to)
+        tensors |= named_for_videos(self.videos.training(device, dtype, dummy=dummy_image))
         return _renamed(tensors, rename or {})
 
     def show(
@@ -294,7 +294,7 @@ def _block_mask(segment_ids: torch.Tensor) -> Any:
 
 
 def _renamed(tensors: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
-    if unknown := sorted(set(rename) - set(tensors)):
+    if unknown := sorted(set(rename) - set(tensors) - VISION_KEYS):
         raise ConfigError(f"rename has no such keys: {unknown}; there are {sorted(tensors)}")
     renamed = {rename.get(name, name): value for name, value in tensors.items()}
     if len(renamed) < len(tensors):

@@ -31,6 +31,10 @@ _DUMMY = bytes.fromhex(
     "3f0005fe02fe0def46b80000000049454e44ae426082"
 )
 _GRID_SIZES = {"spatial_shapes": 2, "image_sizes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
+VISION_KEYS = frozenset(_GRID_SIZES) | {
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_cu_seqlens")
+}
+"""What a batch without images or videos lacks, and another of the same pipeline may have."""
 
 
 class MediaLayout(NamedTuple):
@@ -133,7 +137,12 @@ class Media:
             dtype: Of the normalised pixels.
             dummy: Give one zero image where there is none.
             pad_to: Give as many images (patches, where they are not padded), the last ones zero.
+
+        Returns:
+            Nothing where there are no images, and none are asked for: encoders fail on none.
         """
+        if self.processor is None or not (len(self) or dummy or pad_to is not None):
+            return {}
         media = self._dummy() if dummy and not len(self) else self
         pixels = media.processor.normalize(media.pixel_values.to(device), dtype)
         found: dict[str, torch.Tensor] = {}
@@ -166,7 +175,7 @@ class Media:
             kind = "patches" if self.ragged else "images"
             raise ConfigError(
                 f"pad_images_to={size}, but the batch has {have} {kind}: raise it, or set "
-                "pack_flat(max_images=...) so that rows * max_images is at most that"
+                f"pack_flat(max_{kind}=...) so that rows * max_{kind} is at most that"
             )
         result = {}
         for name, value in found.items():
@@ -185,8 +194,14 @@ class Media:
 
     def _dummy(self) -> "Media":
         """Return one invalid image: a model without input would leave collectives waiting."""
-        shape = self.processor.measure(lambda size: _DUMMY[:size] if size >= 0 else _DUMMY)
-        slot = ImageSlot(None, 0, 0, shape.shape, shape.grid)
+        merge, unit = getattr(self.processor, "merge_size", 0), self.layout.unit_shape
+        if unit and merge:  # patches of one token, of an image or a video
+            slot = ImageSlot(None, 0, 0, (merge**2, *unit), (1, merge, merge))
+        elif unit and getattr(self.processor, "grid_key", None) is None:
+            slot = ImageSlot(None, 0, 0, unit)
+        else:
+            shape = self.processor.measure(lambda size: _DUMMY[:size] if size >= 0 else _DUMMY)
+            slot = ImageSlot(None, 0, 0, shape.shape, shape.grid)
         plan = MediaPlan(self.layout)
         plan.add(slot, (0, 0, 0), (0, 0, 0))
         pixels = np.zeros(plan.shape, dtype=np.uint8)
@@ -296,7 +311,9 @@ class MediaPlan:
         grids = np.array([slot.grid for slot in self.slots], dtype=np.int64)
         if not self.slots:
             grids = grids.reshape(0, _GRID_SIZES.get(getattr(processor, "grid_key", ""), 0))
-        cut = any(len(slot.shape) > len(self.unit_shape) for slot in self.slots)
+        # Without images, a grid tells: those that have one are cut.
+        key = None if self.slots else getattr(processor, "grid_key", None)
+        cut = key or any(len(slot.shape) > len(self.unit_shape) for slot in self.slots)
         return Media(
             pixel_values=torch.from_numpy(pixels),
             index=torch.from_numpy(np.array(self.index, dtype=np.int64).reshape(-1, 3)),
@@ -304,7 +321,7 @@ class MediaPlan:
             cu_units=torch.from_numpy(np.array(self.ends, dtype=np.int32)),
             grids=torch.from_numpy(grids),
             layout=self.layout,
-            ragged=cut and self.layout.pad_to is None,
+            ragged=bool(cut) and self.layout.pad_to is None,
             processor=processor,
             marks=torch.from_numpy(marks) if self.marks else NO_IMAGES.marks,
             mark_index=torch.tensor(self.marks) if self.marks else NO_IMAGES.mark_index,

@@ -45,12 +45,12 @@ def documents(recipe: Recipe) -> list[Document]:
     found = {}
     with replace(recipe, tables={**recipe.tables, **once}).pipeline(runner="inline") as pipeline:
         for batch in pipeline:
-            pixels = batch.to_training()["pixel_values"]
+            pixels = batch.to_training(dummy_image=True)["pixel_values"]
             rows, starts, _ = batch.image_index.T
             places = ((row, n) for row, names in enumerate(batch.keys) for n in range(len(names)))
             for row, n in places:
                 (at,) = torch.where(batch.segment_ids[row] == n + 1)
-                mine = (rows == row) & (starts >= at[0]) & (starts <= at[-1])
+                mine = torch.where((rows == row) & (starts >= at[0]) & (starts <= at[-1]))[0]
                 ids, labels = batch.input_ids[row, at], batch.labels[row, at]
                 found[batch.keys[row][n]] = Document(ids, labels, pixels[mine])
     return [found[name] for name in sorted(found)]

@@ -66,7 +66,7 @@ class TinyVLM(nn.Module):
         input_ids: Tensor,
         labels: Tensor,
         position_ids: Tensor,
-        pixel_values: Tensor,
+        pixel_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
     ) -> Output:
@@ -76,7 +76,7 @@ class TinyVLM(nn.Module):
             input_ids: (B, L) int64.
             labels: (B, L) int64, not shifted; -100 where there is no loss.
             position_ids: (B, L) int64, starting at 0 in every document.
-            pixel_values: (N, 3, 64, 64) float; N may be 0.
+            pixel_values: (N, 3, 64, 64) float; None without images.
             attention_mask: (B, 1, L, L) bool, True where a token may attend. None for causal
                 attention inside the documents that `position_ids` shows.
             pixel_values_videos: (F, 3, 64, 64) float, the frames of all videos.
@@ -104,9 +104,11 @@ class TinyVLM(nn.Module):
         num_valid = (targets != -100).sum()
         return Output(total / num_valid.clamp(min=1), num_valid, logits)
 
-    def _embed(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor, pixel_values: Tensor | None) -> Tensor:
         """Return (B, L, dim) embeddings, those of image placeholders replaced by patches."""
         embeddings: Tensor = self.language.model.embed_tokens(input_ids)
+        if pixel_values is None:
+            pixel_values = embeddings.new_zeros(0)
         return self._filled(embeddings, input_ids == self.image_token_id, pixel_values)
 
     def _filled(self, embeddings: Tensor, placeholders: Tensor, pixel_values: Tensor) -> Tensor:
