@@ -242,6 +242,41 @@ def test_train_on_names_roles(roles: tuple[str, ...], wanted: list[str]) -> None
     assert trained(everything) == [plain(everything)]
 
 
+def test_a_role_is_found_where_the_turn_in_front_of_it_changes_with_what_follows() -> None:
+    """Qwen3 writes an empty thought into the last answer alone."""
+    turns = talk(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    answered = talk(("user", "a"), ("assistant", "b"), ("tool", "t"), ("assistant", "c"))
+    for roles, wanted in (
+        (("user",), ["a<|im_end|>", "c<|im_end|>"]),
+        (("system", "assistant"), ["s<|im_end|>", "b<|im_end|>"]),
+    ):
+        assert trained(template(source("qwen3"), roles).render(turns)) == wanted
+    found = trained(template(source("qwen3"), ("tool",)).render(answered))
+    assert found == ["t\n</tool_response><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "roles", [(), ("asistant",), ("gpt",), ("user", "user"), ("all", "assistant"), ("model",)]
+)
+def test_roles_that_cannot_be_trained_are_named(roles: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"train_on=.* must be roles of \['assistant', "):
+        template(source("chatml"), roles)
+
+
+def test_tools_and_calls_are_never_left_out() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    called = Message("assistant", (), (("tool_calls", [call]),))
+    question = talk(("user", "a")).messages
+    for messages, tools, name in (
+        ((*question, called), (), "tool_calls"),
+        (talk(("user", "a"), ("assistant", "b")).messages, (call,), "tools"),
+    ):
+        document = Document((), "", messages, tools)
+        assert len(template(source("qwen3")).render(document).trained) == 1
+        with pytest.raises(SampleError, match=f"template.* writes no {name}, "):
+            template(source("chatml")).render(document)
+
+
 def test_generation_blocks_win_over_headers() -> None:
     turns = talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     with_blocks = template(source("llava_next_training")).render(turns)
@@ -321,7 +356,7 @@ def same_as_transformers(theirs: PreTrainedTokenizerFast, name: str, chat: str) 
     assert ours.encode_marked(rendered.text)[0] == expected
 
 
-KNOW_NO_TOOLS = {"vicuna", "llava_next", "llava_next_training"}
+KNOW_NO_TOOLS = {"chatml", "phi3", "qwen2_5_vl", "vicuna", "llava_next", "llava_next_training"}
 NAMES = ["chatml", "vicuna", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
 PAIRS = [(n, c) for n in NAMES for c in CHATS if c != "tools" or n not in KNOW_NO_TOOLS]
 
@@ -335,8 +370,11 @@ def test_tokens_are_those_of_apply_chat_template(name: str, chat: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KNOW_NO_TOOLS))
 def test_a_turn_that_a_template_refuses_is_refused(name: str) -> None:
-    with pytest.raises(SampleError, match=r"template.*(no role tool|Only user and assistant)"):
+    with pytest.raises(SampleError, match=r"template.* writes no tools, and the sample has some"):
         template(source(name)).render(document(CHATS["tools"], TOOLS))
+    calls = document(CHATS["tools"])
+    with pytest.raises(SampleError, match=r"template.*(no tool_calls|no role tool|Only user and)"):
+        template(source(name)).render(calls)
 
 
 def test_spaces_that_control_tokens_take_are_taken() -> None:
