@@ -24,7 +24,15 @@ from zephon_mm.batch import (
 )
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
+from zephon_mm.engine.tasks import (
+    Failure,
+    ImageJob,
+    Job,
+    Smaller,
+    TextJob,
+    materialize,
+    poisoned_job,
+)
 from zephon_mm.errors import StaleIndexError
 from zephon_mm.io import Dataset
 from zephon_mm.packed import IndexedRecord, Piece, extents_of
@@ -71,6 +79,7 @@ class Pending:
         self.batch = batch
         self.counts = {
             "batches": 1,
+            "downscaled": 0,
             "sequences": len(group.sequences),
             "images": len(assembly.media[PIXELS].slots),
             "frames": len(assembly.media[VIDEO_PIXELS].slots),
@@ -95,9 +104,12 @@ class Pending:
         """Take the results of some jobs; the last make ready.
 
         A result is None where the worker wrote into the batch, a `Failure`, or what it would have
-        written.
+        written; that of an image that was downscaled is in a `Smaller`.
         """
+        downscaled = 0
         for target, result in results:
+            if isinstance(result, Smaller):
+                downscaled, (result,) = downscaled + 1, result
             if isinstance(target, Text):
                 if isinstance(result, Failure):
                     error = StaleIndexError(f"{result.message}; the index says that it is sound")
@@ -109,6 +121,7 @@ class Pending:
                 flat = self._arrays[target.name].reshape(-1)
                 flat[target.offset : target.offset + result.size] = result.reshape(-1)
         with self._lock:
+            self.counts["downscaled"] += downscaled
             self._jobs_left -= len(results)
             self.error = self.error or error
             last = self._jobs_left == 0

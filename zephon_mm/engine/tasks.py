@@ -214,11 +214,17 @@ class _Blobs(NamedTuple):
         return persistently(attempt, self.name)
 
 
+class Smaller(NamedTuple):
+    """The result of an image that was downscaled: what it would be without."""
+
+    result: Any
+
+
 def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
     """Write images and tokens into the arena; None for each that is there, or an image's `Failure`.
 
     Where a job has no place in the arena its arrays are returned, for memory that the worker cannot
-    reach.
+    reach. What an image that was downscaled returns is in a `Smaller`.
     """
     again = list(dict.fromkeys(job.ref for job in jobs if not _has_blob(job)))
     samples = dict(zip(again, _samples(context, again), strict=True))
@@ -258,7 +264,7 @@ def _document_again(context: Context, ref: SampleRef, sample: Sample | SampleErr
 
 def _write_image(
     context: Context, job: Any, document: Document | None = None
-) -> Failure | NDArray[np.uint8] | None:
+) -> Failure | Smaller | NDArray[np.uint8] | None:
     """Decode an image; with a document, the image is its, and must have the shape that is known."""
     name = _name(context, job.ref)
     blob = job.blob if document is None else _blob_again(context, job, document)
@@ -271,12 +277,11 @@ def _write_image(
     try:
         write = _write_video if job.video else _write_picture
         blobs = _Blobs(context.datasets[job.ref.dataset], name)
-        write(context, job, blobs, blob, out, document is not None)
+        smaller = write(context, job, blobs, blob, out, document is not None)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
-    if shared:
-        return None
-    return place if room > size else out
+    result = None if shared else place if room > size else out
+    return Smaller(result) if smaller else result
 
 
 def _blob_again(context: Context, job: ImageJob, document: Document) -> Blob:
@@ -289,31 +294,34 @@ def _blob_again(context: Context, job: ImageJob, document: Document) -> Blob:
 
 def _write_picture(
     context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
-) -> None:
-    processor = context.image_processor
+) -> bool:
+    """Write an image; return whether it is smaller than it could be."""
+    processor, stage = context.image_processor, context.interleave
     assert processor is not None
     encoded = blobs.read(blob, -1)
+    read = partial(_first_bytes, encoded)
     if check:
-        read, stage = partial(_first_bytes, encoded), context.interleave
         again: Callable[[], MediaShape] = partial(processor.measure, read)
         if isinstance(stage, Downscale):
             again = partial(stage.version, read, tuple(job.shape))
         _check_shape(context, job, again)
     if context.augment is None:
         processor.write(encoded, out)
-        return
-    drawn = context.augment.draw(*job.ref, job.number, job.sequence)
-    processor.write(encoded, out, change=partial(apply, drawn=drawn))  # type: ignore[call-arg]
+    else:
+        drawn = context.augment.draw(*job.ref, job.number, job.sequence)
+        processor.write(encoded, out, change=partial(apply, drawn=drawn))  # type: ignore[call-arg]
+    return isinstance(stage, Downscale) and processor.measure(read).shape != out.shape
 
 
 def _write_video(
     context: Context, job: ImageJob, blobs: _Blobs, blob: Blob, out: NDArray[np.uint8], check: bool
-) -> None:
+) -> bool:
     processor = context.video_processor
     assert processor is not None
     if check:
         _check_shape(context, job, partial(blobs.use, blob, processor.measure))
     blobs.use(blob, partial(processor.write, first=job.first, out=out))
+    return False
 
 
 def _first_bytes(encoded: bytes, size: int) -> bytes:
