@@ -1,8 +1,10 @@
 """Conversations as datasets hold them: lists of turns, with media in them or beside them.
 
     messages         turns of `role` and `content`: a string, or a list of parts {"type": "text" |
-                     "image" | "image_url" | "video", ...}; other keys are kept for the template
-    conversations    turns of `from` and `value` (LLaVA, Qwen, ShareGPT)
+                     "image" | "image_url" | "video", ...}, or of one key that says the type
+                     (Qwen); other keys are kept for the template
+    conversations    turns of `from` and `value` (LLaVA, Qwen, ShareGPT); the value of one of
+                     "function_call" is the JSON of the assistant's call, or of a list of them
     texts            turns of `user` and `assistant` at once (FineVision)
 
 Media are those of the parts; where a part has none, the next of the sample's own. In a content that
@@ -79,8 +81,8 @@ def messages_of(
     )
 
 
-def tools_of(value: Any) -> tuple[Any, ...]:
-    """Return a conversation's functions: a list, or the JSON text of one.
+def tools_of(value: Any, name: str = "tools") -> tuple[Any, ...]:
+    """Return a conversation's functions, or calls of them: a list, or the JSON text of one.
 
     Raises:
         SampleError: `bad_tools`.
@@ -88,10 +90,10 @@ def tools_of(value: Any) -> tuple[Any, ...]:
     try:
         found = json.loads(value) if isinstance(value, str) and value else value or []
     except ValueError as error:
-        raise SampleError("bad_tools", f"`tools` is no JSON: {error}") from None
+        raise SampleError("bad_tools", f"`{name}` is no JSON: {error}") from None
     if isinstance(found, list):
         return tuple(found)
-    raise SampleError("bad_tools", f"`tools` is {type(found).__name__}, expected a list")
+    raise SampleError("bad_tools", f"`{name}` is {type(found).__name__}, expected a list")
 
 
 def add_media(value: Any, kind: MediaKind, found: list[Any], faults: Faults) -> None:
@@ -129,11 +131,14 @@ def _told(turn: Any) -> Iterator[tuple[str, Any, tuple[tuple[str, Any], ...]]]:
     """Yield (role, content, fields) of a turn; one of FineVision is two."""
     found = {k: v for k, v in turn.items() if v is not None} if isinstance(turn, Mapping) else {}
     role = found.get("role", found.get("from"))
+    content = found.get("content", found.get("value", ""))
     if known := ROLES.get(str(role)):
-        fields = tuple(item for item in found.items() if item[0] not in _TURN_KEYS)
-        yield known, found.get("content", found.get("value", "")), fields
+        yield known, content, tuple(item for item in found.items() if item[0] not in _TURN_KEYS)
+    elif role == "function_call":
+        calls = tools_of(content if str(content).startswith("[") else f"[{content}]", role)
+        yield "assistant", "", (("tool_calls", [{"function": call} for call in calls]),)
     elif role is not None:
-        names = ", ".join(ROLES)
+        names = ", ".join((*ROLES, "function_call"))
         raise SampleError("bad_role", f"found a turn of {role!r}, expected one of {names}")
     elif "user" in found or "assistant" in found:
         yield from ((name, found[name], ()) for name in ("user", "assistant") if name in found)
@@ -151,8 +156,9 @@ def _pieces(content: Any, faults: Faults) -> list[Any]:
         return [well_formed(content)]
     pieces: list[Any] = []
     for part in content if isinstance(content, list) else [content]:
-        told = part if isinstance(part, Mapping) else {"type": "text", "text": part}
-        kind = str(told.get("type"))
+        told = part if isinstance(part, Mapping) else {"text": part}
+        told = {name: value for name, value in told.items() if value is not None}
+        kind = str(told.get("type", next(iter(told)) if len(told) == 1 else None))
         value = told.get(kind)
         if kind == "text" and isinstance(value, str):
             pieces.append(Text(well_formed(value)))
@@ -176,7 +182,7 @@ def _placed(
 ) -> list[tuple[int, Any]]:
     """Return (turn, piece) with the sample's media of a kind where they belong."""
     name = kind.__name__.lower()
-    what, tag = f"{name} parts without a {name}", f"<{name}>"
+    what, tag = f"{name} parts without one of their own", f"<{name}>"
     if given and not any(one is kind or isinstance(one, kind) for _, one in pieces):
         what = f"tags {tag}"
         pieces = [

@@ -8,8 +8,9 @@
                  list holds null there (as in OBELICS). They may stand inside `json` as well.
     text         one text, no image.
     chat         a conversation: `messages`, `conversations`, or `texts` of user and assistant, with
-                 the sample's own images and videos; `tools` are its functions. processors.chat says
-                 what turns may be and where media go. It is never kept without one of its images.
+                 the sample's own images and videos; `tools` are its functions, a text `system` is
+                 its first turn. processors.chat says what turns may be and where media go. It is
+                 never kept without one of its images.
 
 Beside them `loss_weight` may be a number, the document's, or a list, one for each of its images and
 videos (see `records.Image`).
@@ -220,7 +221,10 @@ def _chat(sample: Sample, key: str, faults: Faults) -> Document:
     )
     if faults:
         return Document((), key)
-    messages = messages_of(_find(sample, CHAT_FIELDS), {Image: images, Video: videos}, faults)
+    turns, system = _find(sample, CHAT_FIELDS), _find(sample, ("system",))
+    if turns and system and isinstance(turns, list) and isinstance(system, str):
+        turns = [{"role": "system", "content": system}, *turns]
+    messages = messages_of(turns, {Image: images, Video: videos}, faults)
     return Document((), key, messages, tools_of(_find(sample, ("tools",))))
 
 

@@ -18,6 +18,7 @@ Laws (tests/processors/test_template.py; law 3, test_jinja.py):
     2. As many turns of a trained role are found as there are messages of it, or it is refused.
     3. Without such text, the result is what `apply_chat_template` gives.
     4. Nothing depends on the day: a template that asks for the date is refused.
+    5. No tools, and no calls of them, are left out: a template that does not write them is refused.
 
 Marks are noncharacters, U+FDD0 and up, which Unicode keeps for such use inside a program; those in
 the data become U+FFFD.
@@ -36,7 +37,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from zephon_mm.errors import ConfigError, SampleError
-from zephon_mm.processors.chat import well_formed
+from zephon_mm.processors.chat import ROLES, well_formed
 from zephon_mm.records import Document, Message, Text
 
 BREAK, OPEN, CLOSE, CONTROL, MEDIA = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
@@ -128,6 +129,14 @@ class ChatTemplate:
     variables: Mapping[str, Any]
     train_on: tuple[str, ...] = ("assistant",)
 
+    def __post_init__(self) -> None:
+        roles = sorted(set(ROLES.values()))
+        named = sorted(self.train_on)
+        if named != ["all"] and (not named or named != sorted({*named} & {*roles})):
+            raise ConfigError(
+                f"train_on={self.train_on} must be roles of {roles}, each once, or 'all'"
+            )
+
     def check(self) -> None:
         """Raise a ConfigError if no conversation could be rendered."""
         try:
@@ -139,10 +148,17 @@ class ChatTemplate:
         """Return a conversation as text.
 
         Raises:
-            SampleError: The template refuses it (`template`), or writes another number of media
-                (`media_mismatch`) or of trained turns (`turn_mismatch`).
+            SampleError: The template refuses it, or knows no tools and there are some (`template`),
+                or it writes another number of media (`media_mismatch`) or of trained turns
+                (`turn_mismatch`).
             ConfigError: The template cannot be used at all.
         """
+        fields = [name for message in document.messages for name, value in message.fields if value]
+        for name in ("tools", "tool_calls"):
+            given = document.tools if name == "tools" else name in fields
+            if given and name not in self.source:
+                message = f"the chat template writes no {name}, and the sample has some. Give "
+                raise SampleError("template", f"{message}a template= that does, or drop them.")
         messages = [self._message(message) for message in document.messages]
         raw = self._write(messages, self._broken(document.tools) or None)
         if raw.count(MEDIA) != len(document.media):
@@ -240,10 +256,12 @@ class ChatTemplate:
 
     def _turn(self, role: str) -> _Turn:
         before = ["user"] if role == "assistant" else ["user", "assistant"]
-        word, after = _word(len(before)), "user" if role == "assistant" else "assistant"
+        last, word = _word(len(before) - 1), _word(len(before))
+        after = "user" if role == "assistant" else "assistant"
         base, full = self._probe(*before), self._probe(*before, role)
         more, prompt = self._probe(*before, role, after), self._probe(*before, prompt=True)
-        start = len(_shared(base, full))
+        start = full.index(last) + len(last)  # in front of it, what follows may make a difference
+        start += len(_shared(base.partition(last)[2], full[start:]))
         inside = (one for one in self._special.finditer(full) if one.start() < start < one.end())
         start = next((one.start() for one in inside), start)
         begins = [full.partition(word)[0][start:], more.partition(word)[0][start:]]

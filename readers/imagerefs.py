@@ -77,7 +77,8 @@ class ImageRefs:
 
     def _walk(self, value: Any, place: Place) -> None:
         if isinstance(value, dict):
-            name = value.get("type")
+            short = len(value) == 1 and isinstance(place[-1], int)  # a part of a content
+            name = next(iter(value)) if short else value.get("type")
             if name in _PARTS and name in value:
                 part, steps = value, (*place, name)
                 if isinstance(value[name], dict) and "url" in value[name]:

@@ -1,13 +1,16 @@
 """JSON Lines: one JSON object a line, pictures as files beside it or as base64 inside it.
 
+A file that is one JSON array of objects (LLaVA-Instruct, Qwen-VL, ShareGPT) is read as well.
+
 Laws (tests/readers/test_jsonl.py, tests/contracts/reader.py):
-    1. A row is a line with more than white space. Counting, reading and resuming agree on that.
+    1. A row is a line with more than white space, or an element of the array. Counting, reading and
+       resuming agree on that.
     2. A bad line is the error of that row alone, named by file, line and byte. NaN and Infinity are
        not JSON and are refused; lone surrogates become U+FFFD.
     3. A picture's path never leaves the data's root, not even through a link.
 
-Cost: indexing reads the file once in blocks; reading, one JSON parse a row. Compressed files are
-unpacked once into the file cache.
+Cost: indexing reads the file once in blocks, an array whole, and parses it; reading, one JSON parse
+a row. Compressed files are unpacked once into the file cache.
 
 Imports: errors, records, readers.{files, rowindex, imagerefs}. Used by: io (by entry
 point).
@@ -15,6 +18,7 @@ point).
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +38,8 @@ _OTHERS = frozenset({"shardlist", "shards", "chunks"})  # in the index files of 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 8 << 20
 
+_ARRAY = re.compile(rb"[ \t\r\n]*\[[ \t\r\n]*(?=\{)")
+_BETWEEN = re.compile(r"[ \t\r\n]*([,\]]?)[ \t\r\n]*")
 _IS_TEXT = bytes(code not in b" \t\r\n" for code in range(256))  # JSON's white space
 
 Line = tuple[int, int, int, bytes]
@@ -44,13 +50,15 @@ class JsonlReader(files.Sharded):
     """Random access to the rows of JSON Lines files.
 
     Args:
-        path: A .jsonl or .ndjson file, perhaps .gz or .zst, a folder of them, a list, or a pattern.
+        path: A .jsonl or .ndjson file, perhaps .gz or .zst, a folder of them, a list, or a pattern;
+            or a .json file that holds an array.
         cache_dir: Folder for the index and for unpacked files; None keeps the index in memory.
         progress: Show a bar while many shards are indexed.
         image_root: Folder that relative picture paths start from and may not leave; None is the
             folder of each file.
         image_fields: Top-level fields that hold pictures. A nested `{"type": "image", "image": X}`
-            is one in any field.
+            is one in any field,
+            and so is `{"image": X}` in a list.
 
     Raises:
         DatasetError: No shard, a missing one, or one that does not unpack.
@@ -80,7 +88,7 @@ class JsonlReader(files.Sharded):
 
     @classmethod
     def detect(cls, path: files.Paths) -> bool:
-        """Whether the first file's first line is a JSON object, or its suffix says JSON Lines."""
+        """Whether the first file begins with a JSON object or an array of them, or is named so."""
         return files.is_first(path, _SUFFIXES, _is_row, 1 << 20)
 
     def read(
@@ -163,8 +171,9 @@ class JsonlReader(files.Sharded):
 
 
 def _is_row(head: bytes) -> bool:
+    head = head.removeprefix(_BOM)
     try:
-        value = json.loads(head.removeprefix(_BOM).partition(b"\n")[0])
+        value = {} if _ARRAY.match(head) else json.loads(head.partition(b"\n")[0])
         return isinstance(value, dict) and _OTHERS.isdisjoint(value)
     except (ValueError, RecursionError):
         return False
@@ -213,12 +222,16 @@ def index_lines(
         cache_dir: Where compressed files are unpacked.
 
     Raises:
-        DatasetError: The file is compressed and its name does not say so, or it does not unpack.
+        DatasetError: The file is compressed and its name does not say so, or it does not unpack; or
+            it is an array that breaks off.
     """
     with files.open_shard(file, cache_dir) as descriptor:
         if os.pread(descriptor, 4, 0).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
             raise DatasetError(f"{file.path} is compressed. Name it .jsonl.gz or .jsonl.zst.")
         origin = len(_BOM) if os.pread(descriptor, len(_BOM), 0) == _BOM else 0
+        if array := _ARRAY.match(os.pread(descriptor, block_bytes, origin)):
+            with os.fdopen(os.dup(descriptor), "rb") as whole:
+                return _elements(file.path, whole.read(), origin + array.end())
         ends, texts = [np.array([origin])], []  # of every line: its end, whether it holds text
         at, open_line = origin, 0
         while block := os.pread(descriptor, block_bytes, at):
@@ -234,6 +247,27 @@ def index_lines(
     ends.append(np.array([at]))
     texts.append(np.array([open_line], dtype=np.uint8))
     return _rows(np.concatenate(ends), np.concatenate(texts) > 0)
+
+
+def _elements(path: str, data: bytes, start: int) -> Part:
+    """Find the objects of an array, the first of which begins at `start`."""
+    text = data.decode("latin-1")  # as many characters as bytes; JSON's own are all ASCII
+    scan = json.JSONDecoder(strict=False).raw_decode
+    rows, line, before, sign = [], 1, 0, ","
+    while sign == ",":
+        try:
+            _, stop = scan(text, start)
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{path} is no JSON array from byte {start} on: {error}") from None
+        line += text.count("\n", before, start)
+        rows.append((line, start, stop))
+        found: Any = _BETWEEN.match(text, stop)
+        before, start, sign = start, found.end(), found[1]
+    if sign != "]" or start < len(text):
+        behind = text[start : start + 20]
+        raise DatasetError(f"{path} is no JSON array from byte {start} on, which is {behind!r}")
+    columns = zip(("line", "start", "stop"), np.array(rows, dtype=np.int64).T.copy(), strict=True)
+    return Part(len(rows), {}, dict(columns))
 
 
 def _rows(ends: NDArray[np.int64], has_text: NDArray[np.bool_]) -> Part:

@@ -44,6 +44,8 @@ def test_skips_are_counted_by_reason_and_the_latest_are_kept() -> None:
     assert len(defects) == KEPT_DEFECTS
     assert defects[0] == "a/0/6 [no_image]"
     assert defects[-1] == "a/0/7 [too.long]"
+    assert metrics.skipped().endswith("'too.long': 1}; the latest: a/0/7 [too.long]")
+    assert Metrics().skipped() == "Skipped: {}"
 
 
 def test_the_first_of_each_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -185,6 +185,23 @@ def test_functions_that_change_nothing_do_not_show(recipe: Recipe) -> None:
         assert digests(take(longer, 12)) == expected
 
 
+@pytest.mark.parametrize("version", ["", "1"])
+def test_a_restore_warns_of_functions_that_it_cannot_tell_apart(
+    version: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def build() -> Pipeline:
+        pipeline = Pipeline(source()).options(runner="inline", canonical_replicas=2)
+        pipeline.map(lambda document: document, version=version).filter(keep)
+        pipeline.interleave(tokenizer=byte_level_bpe()).pack_flat(max_length=64)
+        pipeline.map_sequence(lambda sequence: sequence, version=version)
+        return pipeline.batch(microbatch_size=1)
+
+    build().restore(build().checkpoint())
+    found = [str(one.message) for one in recwarn]
+    assert len(found) == (not version)
+    assert all(one.count("<lambda>") == 2 and "version='...'" in one for one in found)
+
+
 class Doubling:
     """A user's accumulator: gives every record twice, in an order of its own."""
 

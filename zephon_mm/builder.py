@@ -174,7 +174,9 @@ class Builder:
         """Make the mixture's weights exact shares of the tokens that are packed.
 
         Rows are drawn by what was measured, and packed so that no dataset is held back: see
-        `zephon_mm.engine.mixing` and `zephon_mm.ops.fair`. No token_estimation is needed.
+        `zephon_mm.engine.mixing` and `zephon_mm.ops.fair`. No token_estimation is needed. With it
+        `max_patches` is a limit of each sequence: which documents leave is decided by the shares,
+        not by what would use tokens and patches evenly, so a scarce one may leave more padding.
 
         Raises:
             ConfigError: It does not stand between tokenising and packing, or the source cannot.

@@ -47,6 +47,11 @@ class Metrics:
         with self._lock:
             return list(self._defects)
 
+    def skipped(self) -> str:
+        """Return how often each reason occurred, and the latest defect, in words."""
+        latest = "".join(f"; the latest: {one}" for one in self.defects()[-1:])
+        return f"Skipped: {skips(self.snapshot())}{latest}"
+
     def snapshot(self) -> dict[str, float]:
         """Return a copy of all counters, sorted by name."""
         with self._lock:

@@ -66,9 +66,10 @@ def summary(
         second with `_per_s`; `padding`, the share of positions that are padding, `density`, that of
         the others, and `wasted_tokens`, how many are; `vision_fill`, the patches of `max_patches`
         that are used, where there is such a limit; `truncated`, the documents that were planned cut
-        short; `wait_s`, what `next()` waited; `skipped`, reason -> count; `defects`, the latest
-        messages; `limit`, the stage that the others wait for; the driver's waits, queue depths and
-        the runner's counters.
+        short; `downscaled`, the images that were made smaller so that their documents fit;
+        `wait_s`, what `next()` waited; `skipped`, reason -> count; `defects`, the latest messages;
+        `limit`, the stage that the others wait for; the driver's waits, queue depths and the
+        runner's counters.
     """
     found: dict[str, Any] = {
         name: value

@@ -17,6 +17,7 @@ Imports: checkpoint, compiled, engine, errors, options, stages. Used by: pipelin
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +28,9 @@ from zephon_mm.engine.omissions import EXCLUDED, SKIPPED, Omissions
 from zephon_mm.engine.order import Topology, check_resume
 from zephon_mm.engine.planner import Hand, Position, Start
 from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.ops.map import name_of
 from zephon_mm.options import Options
-from zephon_mm.stages import Stages
+from zephon_mm.stages import Stages, UserStage
 
 STEERED = "steer"
 """The name in a lineage of weights that a callback chose."""
@@ -114,6 +116,7 @@ def resume(
     source = with_constants(_source_of(source, state, allow), stages, options)
     found = fingerprint(source, stages, options, batching[1] if batching else None)
     changes = check_fingerprint(state["fingerprint"], found, allow)
+    _warn_of_lambdas(source, stages)
     dealt = tuple(Hand(*hand) for hand in state["dealt"])
     if dealt and (not all_lanes or "mixture" in changes):
         raise CheckpointError(
@@ -179,6 +182,19 @@ def leave_out(
         lineage = [*lineage, _entry(EXCLUDED, start.delivered, window, {"keys": names})]
         Omissions.of(lineage, source.datasets, 1)  # checks them
     return Resumed(source, start, lineage)
+
+
+def _warn_of_lambdas(source: Any, stages: Stages) -> None:
+    """Warn of functions that the fingerprint cannot tell from others of their name."""
+    found = [(name_of(one.operator.fn), one.version) for one in stages.documents]  # type: ignore[attr-defined]
+    found += [(one.name, one.version) for one in stages.sequences if isinstance(one, UserStage)]
+    found += [(name_of(d.schema), d.version) for d in source.datasets if callable(d.schema)]
+    if nameless := [name for name, version in found if "<lambda>" in name and not version]:
+        warnings.warn(
+            f"restore: another function in the place of {nameless} would not be noticed. Give "
+            "each a version='...', or use functions with names",
+            stacklevel=4,
+        )
 
 
 def _entry(name: str, delivered: int, window: int | None, new: Any) -> dict[str, Any]:

@@ -146,7 +146,10 @@ def test_an_answer_that_is_no_mixture_is_an_error_that_names_the_url(
             return Answer(200, {}, self.body)
 
     with running(Wrong()) as wrong:
-        for body in (b"", b"{}", b'{"a": 0, "b": 0}', b'["a", "b"]', b'{"a": 1, "b": null}'):
+        for body in (
+            *(b"", b"{}", b'{"a": 0, "b": 0}', b'["a", "b"]', b"3", b'{"a": 1, "b": null}'),
+            *(b'{"a": -1, "b": 2}', b'{"a": NaN, "b": 2}', b'{"a": 1, "b": 2, "c": 3}'),
+        ):
             wrong.body = body
             with pytest.raises(ConnectionError, match="gave no weights"):
                 replace(served, url=wrong.url).source().start(0, 1)

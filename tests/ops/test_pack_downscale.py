@@ -169,6 +169,18 @@ def test_the_share_of_patches_that_is_used_is_reported(pipelines: Any) -> None:
         assert pipeline.metrics()["vision_fill"] == used / (120 * len(batches)) > 0
 
 
+@pytest.mark.parametrize("index", ["off", "fill", "read"])
+def test_images_that_were_made_smaller_are_counted(pipelines: Any, index: str) -> None:
+    if index == "read":
+        with pipelines("downscale") as pipeline:
+            take(pipeline, 99)
+    full = {NAFLEX.measure(lambda n, p=p: p[: n if n >= 0 else None]).grid for p in PICTURES}
+    with pipelines("downscale", index) as pipeline:
+        grids = [g for batch in take(pipeline, 99) for g in batch.spatial_shapes.tolist()]
+        smaller = sum(tuple(grid) not in full for grid in grids)
+        assert pipeline.metrics()["downscaled"] == smaller > 0
+
+
 def test_images_of_one_size_cannot_be_downscaled() -> None:
     stage = Interleave(TOKENIZER, SigLIPProcessor())
     with pytest.raises(ConfigError, match=r"overlong='downscale' needs .* SigLIPProcessor"):

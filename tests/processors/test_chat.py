@@ -61,6 +61,7 @@ def test_the_layouts_say_the_same() -> None:
     llava = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "a cat"}]
     fine = [{"user": "<image>\nWhat?", "assistant": "a cat"}]
     parts = [{"type": "image", "image": A}, {"type": "text", "text": "\nWhat?"}]
+    short = [{"image": A}, {"text": "\nWhat?", "image": None}]
     for sample in (
         {"messages": chat, "images": [A]},
         {"messages": chat, "image": A},
@@ -68,12 +69,15 @@ def test_the_layouts_say_the_same() -> None:
         {"conversations": chat, "image": [A]},
         {"texts": fine, "images": [A]},
         {"jpg": A, "json": {"conversations": llava}},
-        {
-            "messages": [
-                {"role": "user", "content": parts},
-                {"role": "assistant", "content": ["a cat"]},
-            ]
-        },
+        *(
+            {
+                "messages": [
+                    {"role": "user", "content": content},
+                    {"role": "assistant", "content": ["a cat"]},
+                ]
+            }
+            for content in (parts, short)
+        ),
     ):
         assert messages(sample) == wanted
 
@@ -138,8 +142,8 @@ def test_tags_and_media_are_matched_by_count_and_kind(
         ("<image> <image>", {"images": [A]}, "found 2 tags <image> and 1 images"),
         ("<image>", {"images": [A, B]}, "found 1 tags <image> and 2 images"),
         ("<video><video>", {"video": A}, "found 2 tags <video> and 1 videos"),
-        ([{"type": "image"}], {}, "found 1 image parts without a image and 0 images"),
-        ([{"type": "image"}], {"images": [A, B]}, "found 1 image parts without a image and 2"),
+        ([{"type": "image"}], {}, "found 1 image parts without one of their own and 0 images"),
+        ([{"type": "image"}], {"images": [A, B]}, "found 1 image parts .* and 2 images"),
         ([{"type": "image", "image": A}], {"images": [B]}, "found 0 image parts .* and 1 images"),
     ],
 )
@@ -195,6 +199,22 @@ def test_other_keys_are_fields_and_tools_are_a_list() -> None:
             tools_of(bad)
 
 
+def test_a_call_of_sharegpt_is_a_turn_with_tool_calls_and_system_comes_first() -> None:
+    call = {"name": "f", "arguments": {"a": 1}}
+    for value, calls in ((json.dumps(call), [call]), (json.dumps([call, call]), [call, call])):
+        turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": value}]
+        turns.append({"from": "observation", "value": "3"})
+        fields = (("tool_calls", [{"function": one} for one in calls]),)
+        assert messages({"conversations": turns, "system": "be kind"}) == (
+            Message("system", (Text("be kind"),)),
+            user(Text("q")),
+            Message("assistant", (), fields),
+            Message("tool", (Text("3"),)),
+        )
+    turns = [{"from": "function_call", "value": "f(1)"}]
+    assert reason_of({"conversations": turns}).startswith("bad_tools: `function_call` ")
+
+
 # Law 3: the unknown is refused.
 
 
@@ -217,6 +237,8 @@ def test_other_keys_are_fields_and_tools_are_a_list() -> None:
             "bad_part: found content with {'type': 'audio'}",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "bad_part"),
+        ([{"role": "user", "content": [{"text": "a", "image": A}]}], "bad_part"),
+        ([{"role": "user", "content": [{}]}], "bad_part"),
         ([{"role": "user", "content": [{"type": [], "text": "a"}]}], "bad_part"),
         ([{"role": "user", "content": [{"type": "image", "image": 3}]}], "bad_field"),
         ([{"role": "user", "content": [{"type": "image", "image": "https://a.b/c"}]}], "image_url"),

@@ -63,7 +63,7 @@ def same_as_transformers(theirs: PreTrainedTokenizerFast, name: str, chat: str) 
     assert ours.encode_marked(rendered.text)[0] == expected
 
 
-KNOW_NO_TOOLS = {"vicuna", "llava_next", "llava_next_training"}
+KNOW_NO_TOOLS = {"chatml", "phi3", "qwen2_5_vl", "vicuna", "llava_next", "llava_next_training"}
 NAMES = ["chatml", "vicuna", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
 PAIRS = [(n, c) for n in NAMES for c in CHATS if c != "tools" or n not in KNOW_NO_TOOLS]
 
@@ -77,8 +77,11 @@ def test_tokens_are_those_of_apply_chat_template(name: str, chat: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KNOW_NO_TOOLS))
 def test_a_turn_that_a_template_refuses_is_refused(name: str) -> None:
-    with pytest.raises(SampleError, match=r"template.*(no role tool|Only user and assistant)"):
+    with pytest.raises(SampleError, match=r"template.* writes no tools, and the sample has some"):
         template(source(name)).render(document(CHATS["tools"], TOOLS))
+    calls = document(CHATS["tools"])
+    with pytest.raises(SampleError, match=r"template.*(no tool_calls|no role tool|Only user and)"):
+        template(source(name)).render(calls)
 
 
 def test_spaces_that_control_tokens_take_are_taken() -> None:

@@ -223,6 +223,41 @@ def test_train_on_names_roles(roles: tuple[str, ...], wanted: list[str]) -> None
     assert trained(everything) == [plain(everything)]
 
 
+def test_a_role_is_found_where_the_turn_in_front_of_it_changes_with_what_follows() -> None:
+    """Qwen3 writes an empty thought into the last answer alone."""
+    turns = talk(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    answered = talk(("user", "a"), ("assistant", "b"), ("tool", "t"), ("assistant", "c"))
+    for roles, wanted in (
+        (("user",), ["a<|im_end|>", "c<|im_end|>"]),
+        (("system", "assistant"), ["s<|im_end|>", "b<|im_end|>"]),
+    ):
+        assert trained(template(source("qwen3"), roles).render(turns)) == wanted
+    found = trained(template(source("qwen3"), ("tool",)).render(answered))
+    assert found == ["t\n</tool_response><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "roles", [(), ("asistant",), ("gpt",), ("user", "user"), ("all", "assistant"), ("model",)]
+)
+def test_roles_that_cannot_be_trained_are_named(roles: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"train_on=.* must be roles of \['assistant', "):
+        template(source("chatml"), roles)
+
+
+def test_tools_and_calls_are_never_left_out() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    called = Message("assistant", (), (("tool_calls", [call]),))
+    question = talk(("user", "a")).messages
+    for messages, tools, name in (
+        ((*question, called), (), "tool_calls"),
+        (talk(("user", "a"), ("assistant", "b")).messages, (call,), "tools"),
+    ):
+        document = Document((), "", messages, tools)
+        assert len(template(source("qwen3")).render(document).trained) == 1
+        with pytest.raises(SampleError, match=f"template.* writes no {name}, "):
+            template(source("chatml")).render(document)
+
+
 def test_generation_blocks_win_over_headers() -> None:
     turns = talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     with_blocks = template(source("llava_next_training")).render(turns)

@@ -148,6 +148,7 @@ def test_every_form_of_a_picture_gives_its_bytes(tmp_path: Path) -> None:
     forms += [{"bytes": TEXT64, "path": None}, {"bytes": None, "path": "a.png"}]
     rows: list[Any] = [{"image": form} for form in forms] + [{"images": form} for form in forms]
     rows += [{"images": forms}, {"x/~y": [{"z": {"type": "image", "image": uri}}]}]
+    rows[-1] |= {"parts": [{"image": uri}], "other": {"image": "no picture"}}
     dataset = Dataset("d", JsonlReader(write_rows(tmp_path / "d.jsonl", *rows)))
     *read, nested = dataset.reader.read(0, range(len(rows)))
     for row in read:
@@ -160,6 +161,8 @@ def test_every_form_of_a_picture_gives_its_bytes(tmp_path: Path) -> None:
     assert isinstance(nested, dict)
     blob = nested["x/~y"][0]["z"]["image"]
     assert blob == RowBlob(0, len(rows) - 1, "x~1~0y/0/z/image")
+    assert nested["parts"][0]["image"] == RowBlob(0, len(rows) - 1, "parts/0/image")
+    assert nested["other"]["image"] == "no picture"
     assert read_blob(dataset, blob) == PNG
 
 
@@ -282,3 +285,30 @@ def test_an_index_of_another_format_is_no_json_lines(tmp_path: Path) -> None:
         path = write_rows(tmp_path / "index.json", {name: []})
         assert not JsonlReader.detect(path)
     assert JsonlReader.detect(write_rows(tmp_path / "rows.json", {"id": 1}))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("start", ["", "\ufeff", " \n"])
+def test_an_array_of_objects_reads_as_its_elements_in_lines(
+    tmp_path: Path, indent: int | None, start: str
+) -> None:
+    rows: list[Any] = [{"id": "é[{,"}, {"id": 2, "turns": [{"a": "]\n"}, {}]}]
+    rows += [{"id": float("nan")}, {"id": 5}, [1]]
+    lines = rows_of(write_rows(tmp_path / "a.jsonl", *rows))
+    text = start + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n"
+    (tmp_path / "a.json").write_text(text)
+    dataset = Dataset.from_path("a", tmp_path / "a.json", progress=False)
+    found = dataset.reader.read(0, range(len(rows)))
+    assert len(dataset) == len(rows)
+    assert ids(found) == ids(lines)
+    assert [type(row) for row in found] == [type(row) for row in lines]
+    before = text[: text.rindex("{", 0, text.index("NaN"))]
+    place = f"a.json, line {before.count(chr(10)) + 1}, byte {len(before.encode())}"
+    assert place in str(found[2])
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1},]', '[{"a": 1}] {"b": 2}', '[{"a": 1}2]'])
+def test_an_array_that_breaks_off_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DatasetError, match=r"a\.json is no JSON array"):
+        Dataset.from_path("a", tmp_path / "a.json", progress=False)

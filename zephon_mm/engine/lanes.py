@@ -27,7 +27,7 @@ from zephon_mm.engine.ahead import CHUNKS_AHEAD, Ahead
 from zephon_mm.engine.measuring import Items, Measured
 from zephon_mm.engine.omissions import NOTHING, Omissions
 from zephon_mm.errors import DataQualityError
-from zephon_mm.metrics import Metrics, skips
+from zephon_mm.metrics import Metrics
 from zephon_mm.ops.pack import PackConfig
 from zephon_mm.packed import AnyRecord, Block
 from zephon_mm.packed import Sequence as PackedSequence
@@ -217,8 +217,8 @@ class Lane:
         if self._barren > self._plan.barren_records:
             raise DataQualityError(
                 f"lane {self.number} read {self._barren} samples in a row, a full pass, that "
-                f"gave no sequence. Skipped so far: {skips(self._metrics.snapshot())}. Check the "
-                "schema, the filters and max_length."
+                f"gave no sequence. {self._metrics.skipped()}. Check the schema, the filters and "
+                "max_length."
             )
 
     def _end_window(self) -> State:

@@ -17,7 +17,15 @@ from zephon_mm.batch import PIXELS, VIDEO_PIXELS, Batch
 from zephon_mm.engine.assembly import MARKS, Assembly, Text, pixels_name
 from zephon_mm.engine.planner import Group
 from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import Failure, ImageJob, Job, TextJob, materialize, poisoned_job
+from zephon_mm.engine.tasks import (
+    Failure,
+    ImageJob,
+    Job,
+    Smaller,
+    TextJob,
+    materialize,
+    poisoned_job,
+)
 from zephon_mm.errors import StaleIndexError
 from zephon_mm.io import Dataset
 from zephon_mm.packed import IndexedRecord, Piece, extents_of
@@ -86,6 +94,7 @@ class Pending:
         self.batch = batch
         self.counts = {
             "batches": 1,
+            "downscaled": 0,
             "sequences": len(group.sequences),
             "images": len(assembly.media[PIXELS].slots),
             "frames": len(assembly.media[VIDEO_PIXELS].slots),
@@ -110,9 +119,12 @@ class Pending:
         """Take the results of some jobs; the last make ready.
 
         A result is None where the worker wrote into the batch, a `Failure`, or what it would have
-        written.
+        written; that of an image that was downscaled is in a `Smaller`.
         """
+        downscaled = 0
         for target, result in results:
+            if isinstance(result, Smaller):
+                downscaled, (result,) = downscaled + 1, result
             if isinstance(target, Text):
                 if isinstance(result, Failure):
                     error = StaleIndexError(f"{result.message}; the index says that it is sound")
@@ -126,6 +138,7 @@ class Pending:
                 flat[target.offset : target.offset + pixels.size] = pixels.reshape(-1)
                 self._arrays[MARKS][target.marks : target.marks + len(marks)] = marks
         with self._lock:
+            self.counts["downscaled"] += downscaled
             self._jobs_left -= len(results)
             self.error = self.error or error
             last = self._jobs_left == 0

@@ -18,7 +18,7 @@ from zephon_mm.engine.measuring import Measured, Measuring
 from zephon_mm.engine.mixing import MixingLane
 from zephon_mm.engine.order import Round, Topology, delivered_of_lane
 from zephon_mm.errors import CheckpointError, DataQualityError
-from zephon_mm.metrics import Metrics, skips
+from zephon_mm.metrics import Metrics
 from zephon_mm.packed import Sequence as PackedSequence
 
 Wait = Callable[[Measured], None]
@@ -296,7 +296,7 @@ class Planner:
     def _too_few(self, found: int) -> DataQualityError:
         return DataQualityError(
             f"a full pass gives {found} sequences, a step needs "
-            f"{self._topology.global_batch_size}. Skipped: {skips(self._metrics.snapshot())}. "
+            f"{self._topology.global_batch_size}. {self._metrics.skipped()}. "
             "Lower global_batch_size or max_length, or check the schema and the filters."
         )
 

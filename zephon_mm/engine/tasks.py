@@ -225,11 +225,17 @@ class _Blobs(NamedTuple):
         return persistently(attempt, self.name)
 
 
+class Smaller(NamedTuple):
+    """The result of an image that was downscaled: what it would be without."""
+
+    result: Any
+
+
 def materialize(context: Context, jobs: Sequence[Job]) -> list[Any]:
     """Write images and tokens into the arena; None for each that is there, or an image's `Failure`.
 
     Where a job has no place in the arena its arrays are returned, for memory that the worker cannot
-    reach.
+    reach. What an image that was downscaled returns is in a `Smaller`.
     """
     again = list(dict.fromkeys(job.ref for job in jobs if not _has_blob(job)))
     samples = dict(zip(again, _samples(context, again), strict=True))
@@ -269,7 +275,7 @@ def _document_again(context: Context, ref: SampleRef, sample: Sample | SampleErr
 
 def _write_image(
     context: Context, job: Any, document: Document | None = None
-) -> Failure | tuple[NDArray[np.uint8], NDArray[np.float32]] | None:
+) -> Failure | Smaller | tuple[NDArray[np.uint8], NDArray[np.float32]] | None:
     """Decode an image; with a document, the image is its, and must have the shape that is known."""
     name = _name(context, job.ref)
     media = Image(job.blob) if document is None else _media_again(context, job, document)
@@ -282,14 +288,13 @@ def _write_image(
     try:
         write = _write_video if job.video else _write_picture
         blobs = _Blobs(context.datasets[job.ref.dataset], name)
-        marks = write(context, job, blobs, media, out, document is not None)
+        marks, smaller = write(context, job, blobs, media, out, document is not None)
     except SampleError as error:
         return Failure(error.reason, f"{name}: {error.message}")
-    if not shared:
-        return (place if room > size else out), marks
-    if job.marks:
+    if shared and job.marks:
         context.arena.view(job.marks[-1], marks.nbytes)[:] = marks.reshape(-1).view(np.uint8)  # type: ignore[union-attr]
-    return None
+    result = None if shared else ((place if room > size else out), marks)
+    return Smaller(result) if smaller else result
 
 
 def _media_again(context: Context, job: ImageJob, document: Document) -> Image | Video:
@@ -306,13 +311,13 @@ def _media_again(context: Context, job: ImageJob, document: Document) -> Image |
 
 def _write_picture(
     context: Context, job: ImageJob, blobs: _Blobs, image: Any, out: NDArray[np.uint8], check: bool
-) -> NDArray[np.float32]:
-    """Write the pixels of an image; return its marks."""
-    processor = context.image_processor
+) -> tuple[NDArray[np.float32], bool]:
+    """Write an image; return its marks, and whether it is smaller than it could be."""
+    processor, stage = context.image_processor, context.interleave
     assert processor is not None
     encoded = blobs.read(image.blob, -1)
+    read = partial(_first_bytes, encoded)
     if check:
-        read, stage = partial(_first_bytes, encoded), context.interleave
         again: Callable[[], MediaShape] = partial(processor.measure, read)
         if isinstance(stage, Downscale):
             again = partial(stage.version, read, tuple(job.shape))
@@ -331,13 +336,15 @@ def _write_picture(
             return apply(pixels, drawn)
 
         processor.write(encoded, out, change=change)  # type: ignore[call-arg]
-    return NO_MARKS if header is None else shown_marks(image, header, size, drawn)
+    smaller = isinstance(stage, Downscale) and processor.measure(read).shape != out.shape
+    marks = NO_MARKS if header is None else shown_marks(image, header, size, drawn)
+    return marks, smaller
 
 
 def _write_video(
     context: Context, job: ImageJob, blobs: _Blobs, video: Any, out: NDArray[np.uint8], check: bool
-) -> NDArray[np.float32]:
-    """Write the pixels of frames; they have no marks."""
+) -> tuple[NDArray[np.float32], bool]:
+    """Write frames; they have no marks, and are never smaller."""
     processor = context.video_processor
     assert processor is not None
 
@@ -347,7 +354,7 @@ def _write_video(
         processor.write(file, job.first, out)
 
     blobs.use(video.blob, attempt)
-    return NO_MARKS
+    return NO_MARKS, False
 
 
 def _first_bytes(encoded: bytes, size: int) -> bytes:

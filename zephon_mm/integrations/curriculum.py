@@ -15,7 +15,7 @@ Laws (tests/integrations/test_curriculum.py):
     1. It keeps the contract of work sources; in a process the first answer to a question stands.
     2. A fault is tried again, then it is an error that names the URL.
 
-Imports: records, work. Used by: users.
+Imports: errors, records, work. Used by: users.
 """
 
 import http.client
@@ -26,13 +26,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.error import HTTPError
 
+from zephon_mm.errors import ConfigError
 from zephon_mm.records import Chunk, State
 from zephon_mm.work import StaticMixtureWorkSource
+from zephon_mm.work.shares import check_mixture
 
 RETRY_DELAYS_S = (0.1, 1.0, 5.0)
 PARTS = 1000
 """Weights are kept in a state as thousandths of their sum."""
-_FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, ArithmeticError)
+_FAULTS = (
+    *(OSError, http.client.HTTPException),
+    *(ValueError, TypeError, AttributeError, ConfigError),  # what is no mixture
+)
 
 
 class HttpCurriculum:
@@ -100,8 +105,10 @@ class HttpCurriculum:
             try:
                 with urllib.request.urlopen(url, timeout=self._timeout_s) as answer:
                     weights = json.load(answer)
-                found = [float(weights[name]) for name in self._names]
-                return tuple(round(PARTS * weight / sum(found)) for weight in found)
+                weights = {n: w for n, w in weights.items() if w != 0 or n in self._names}
+                found = check_mixture(self.datasets, weights)
+                total = sum(found.values())
+                return tuple(round(PARTS * found[name] / total) for name in self._names)
             except _FAULTS as error:
                 if isinstance(error, HTTPError):
                     error.close()
