@@ -202,12 +202,13 @@ def test_an_invalid_image_is_zero_its_document_unlabelled_and_nothing_moves() ->
     assert pixels[3].any()
 
 
-def test_a_batch_of_text_has_empty_images_and_a_model_is_given_none() -> None:
+def test_a_batch_of_text_has_empty_images_never_none_but_on_demand() -> None:
     batch = assemble([whole(record(0, [1, 2], [True, True]))], length=4)
     assert batch.pixel_values.shape == (0, *SHAPE)
     assert batch.image_index.shape == (0, 3)
     assert batch.image_valid.shape == (0,)
-    assert not [name for name in batch.to_training() if "pixel" in name]
+    assert batch.to_training()["pixel_values"].shape == (0, *SHAPE)
+    assert not [name for name in batch.to_training(omit_empty=True) if "pixel" in name]
     for asked in ({"dummy_image": True}, {"pad_images_to": 1}):
         pixels = batch.to_training(**asked)["pixel_values"]  # type: ignore[arg-type]
         assert len(pixels) == 1
@@ -298,7 +299,7 @@ def test_to_training_gives_what_a_model_takes_and_nothing_else() -> None:
 def test_renaming_and_wrong_names() -> None:
     batch = assemble([whole(record(0, [1, 2], [True] * 2))], length=4)
     rename = {"pixel_values": "images", "labels": "targets"}
-    assert "targets" in batch.to_training(rename=rename)  # though there are no pixels
+    assert "targets" in batch.to_training(rename=rename, omit_empty=True)  # no pixels: no error
     renamed = batch.to_training(rename=rename, dummy_image=True)
     assert {"images", "targets"} <= set(renamed)
     assert not {"pixel_values", "labels"} & set(renamed)

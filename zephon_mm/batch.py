@@ -143,6 +143,7 @@ class Batch:
         *,
         dummy_image: bool = False,
         pad_images_to: int | None = None,
+        omit_empty: bool = False,
     ) -> dict[str, Any]:
         """Return exactly the keyword arguments of a packed-sequence model, and nothing else.
 
@@ -170,14 +171,17 @@ class Batch:
             pad_images_to: Give so many images (patches, where these are packed), the last ones
                 zero, for models compiled for one shape. Not for Qwen-VL and LLaVA-NeXT, whose
                 models take no padding, nor for videos.
+            omit_empty: Leave `pixel_values` and what belongs to it out where the batch has no
+                image: transformers' models fail on tensors without rows. Otherwise the keys are the
+                same in each batch.
 
         Returns:
             The tensors above, `loss_weights` where the batch has some (shaped and shifted as the
             labels), and `pixel_values` in `dtype`, normalised by the image processor, all
-            zero for invalid images and padding; absent in a batch without images. NaFlex adds
+            zero for invalid images and padding; absent in a pipeline without images. NaFlex adds
             `spatial_shapes`, and `pixel_attention_mask` or (packed) `image_cu_seqlens`; Qwen-VL
-            `image_grid_thw`, and its `position_ids` are (4, B, L). Videos come as
-            `pixel_values_videos`, with `video_grid_thw` for Qwen-VL.
+            `image_grid_thw`, and its `position_ids` are (4, B, L). Videos, where a batch has some,
+            come as `pixel_values_videos`, with `video_grid_thw` for Qwen-VL.
 
         Raises:
             ConfigError: Unknown `attention`, no floating `dtype`, `rename` names a key that there
@@ -208,8 +212,11 @@ class Batch:
         else:
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
-        tensors |= self.images.training(device, dtype, dummy=dummy_image, pad_to=pad_images_to)
-        tensors |= named_for_videos(self.videos.training(device, dtype, dummy=dummy_image))
+        tensors |= self.images.training(
+            device, dtype, dummy=dummy_image, pad_to=pad_images_to, omit=omit_empty
+        )
+        videos = self.videos.training(device, dtype, dummy=dummy_image, omit=True)
+        tensors |= named_for_videos(videos)
         return _renamed(tensors, rename or {})
 
     def show(

@@ -128,7 +128,13 @@ class Media:
         return (torch.arange(self.pixel_values.shape[1]) < counts[:, None]).to(torch.int32)
 
     def training(
-        self, device: Any, dtype: torch.dtype, *, dummy: bool = False, pad_to: int | None = None
+        self,
+        device: Any,
+        dtype: torch.dtype,
+        *,
+        dummy: bool = False,
+        pad_to: int | None = None,
+        omit: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Return what a model takes: pixels, and mask, grids or boundaries where there are some.
 
@@ -137,11 +143,9 @@ class Media:
             dtype: Of the normalised pixels.
             dummy: Give one zero image where there is none.
             pad_to: Give as many images (patches, where they are not padded), the last ones zero.
-
-        Returns:
-            Nothing where there are no images, and none are asked for: encoders fail on none.
+            omit: Give nothing where there is no image, and none is asked for.
         """
-        if self.processor is None or not (len(self) or dummy or pad_to is not None):
+        if self.processor is None or (omit and not (len(self) or dummy or pad_to is not None)):
             return {}
         media = self._dummy() if dummy and not len(self) else self
         pixels = media.processor.normalize(media.pixel_values.to(device), dtype)
