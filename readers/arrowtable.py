@@ -3,7 +3,8 @@
 Laws (tests/readers/test_parquet.py):
     1. `take` touches the asked rows of the asked columns alone, in any order. It never joins the
        batches of a file, as `pyarrow.Table.take` does.
-    2. A column's bytes come out of Arrow's own buffers: no Python object per row.
+    2. A column's bytes stay in Arrow's own buffers, in the mapped file where it has them: no Python
+       object and no copy per row.
 
 Cost: a few microseconds per batch and column that a block of rows touches.
 
@@ -12,7 +13,7 @@ Imports: records, readers.imagerefs, pyarrow. Used by: readers.parquet.
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ class ArrowTable:
 
     Args:
         batches: In order.
+        source: Where the bytes of their columns lie; elsewhere they are copied.
 
     Attributes:
         schema: Of all batches, empty without one.
@@ -40,8 +42,10 @@ class ArrowTable:
             without their bytes: those that its structs and lists hold.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], source: Any = b"") -> None:
         self.batches = tuple(batches)
+        self._source = np.frombuffer(source, dtype=np.uint8)
+        self._placed: dict[tuple[str, int], _Placed | None] = {}
         self.schema = self.batches[0].schema if self.batches else pa.schema([])
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self.batches])
         nulls = json.loads((self.schema.metadata or {}).get(NULLS, "{}"))
@@ -55,13 +59,15 @@ class ArrowTable:
         Raises:
             pa.ArrowInvalid: It is no whole Arrow file; or an OSError without a number.
         """
-        source = pa.memory_map(path)
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        if not is_file:
-            return cls(pa.ipc.open_stream(source))
+        return cls.of(pa.memory_map(path).read_buffer())
+
+    @classmethod
+    def of(cls, source: Any) -> "ArrowTable":
+        """Return what a buffer with an Arrow IPC file or stream holds, as `map` does."""
+        if source[:6].to_pybytes() != b"ARROW1":
+            return cls(pa.ipc.open_stream(source), source)
         file = pa.ipc.open_file(source)
-        return cls(map(file.get_batch, range(file.num_record_batches)))
+        return cls(map(file.get_batch, range(file.num_record_batches)), source)
 
     def cell(self, name: str, row: int) -> Any:
         """Return one value as an Arrow scalar, which copies nothing."""
@@ -92,6 +98,44 @@ class ArrowTable:
             taken = {name: array.take(back) for name, array in taken.items()}
         return taken
 
+    def column(self, name: str, rows: NDArray[np.int64]) -> Column | None:
+        """Return the rows of a column as `to_column` does, left where they lie if they can be."""
+        which = np.searchsorted(self._starts, rows, side="right") - 1
+        starts, ends, valid = np.empty_like(rows), np.empty_like(rows), np.ones(rows.size, np.bool_)
+        for at in np.flatnonzero(np.bincount(which)).tolist():
+            if (name, at) not in self._placed:
+                self._placed[name, at] = self._place(name, at)
+            if (placed := self._placed[name, at]) is None:
+                return to_column(self.take([name], rows)[name])
+            mine = which == at
+            local = rows[mine] - self._starts[at]
+            starts[mine], ends[mine] = (placed.begin + placed.offsets[local + i] for i in (0, 1))
+            if placed.nulls is not None:
+                valid[mine] = placed.nulls[local >> 3] >> (local & 7) & 1
+        ends[~valid] = starts[~valid]  # under a null there may be bytes
+        return Column(self._source, ends, valid, starts)
+
+    def _place(self, name: str, at: int) -> "_Placed | None":
+        """Return where a batch has the bytes of a column; None if not in the source, as stored."""
+        array = self.batches[at].column(name) if name in self.schema.names else pa.nulls(0)
+        if is_picture(array.type):
+            struct = array
+            array = struct.flatten()[struct.type.get_field_index("bytes")]
+            if array.null_count > struct.null_count:
+                return None
+        if not (is_text(array.type) or is_binary(array.type)) or _is_view(array.type):
+            return None
+        nulls, offsets, data = array.buffers()
+        begin = (data.address if data else 0) - self._source.ctypes.data
+        if array.offset or not offsets or not 0 <= begin < self._source.size:
+            return None
+        is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+        return _Placed(
+            begin,
+            np.frombuffer(offsets, dtype=np.int64 if is_large else np.int32),
+            np.frombuffer(nulls, dtype=np.uint8) if array.null_count else None,
+        )
+
     def _num_absent(self, name: str) -> int:
         """Return how many images are absent by null structs and by null and empty lists."""
         total = 0
@@ -103,6 +147,14 @@ class ArrowTable:
                 array = array.flatten()
             total += array.null_count
         return total
+
+
+class _Placed(NamedTuple):
+    """A batch's column: where in the source its bytes begin, Arrow's offsets and null bitmap."""
+
+    begin: int
+    offsets: NDArray[Any]
+    nulls: NDArray[np.uint8] | None
 
 
 def blobs_of(cell: Any, shard: int, row: int, place: Place, *, told: bool) -> Any:

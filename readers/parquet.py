@@ -47,7 +47,7 @@ from zephon_mm.stores import local
 
 _SUFFIXES = (".parquet", ".pq", ".arrow")
 _BATCH_BYTES, _BATCH_ROWS = 8 << 20, 1 << 16  # of a row group that is unpacked, at once
-_SMALL = 8  # decoding a row group that many times costs less than writing it to a disk
+_SMALL = 2  # decoding a row group that many times costs less than writing it to a disk
 _LARGE_BYTES = 1 << 30  # a row group of more is warned of
 _DAMAGED = "is no whole Parquet or Arrow file"
 
@@ -195,13 +195,13 @@ class ParquetReader(files.Sharded):
         """
         numbers = self.numbers(shard, rows)
         table = self._table(shard)
-        images = [name for name in fields if name in table.images]
-        taken = table.take(
-            [name for name in fields if name not in (*images, *IMAGE_FIELDS)], numbers
-        )
-        if images:
-            taken |= self._table(shard, images=True, at_once=numbers.size).take(images, numbers)
-        columns = {name: arrow.to_column(array) for name, array in taken.items()}
+        columns = {}
+        for name in fields:
+            if name in table.images:
+                images = self._table(shard, images=True, at_once=numbers.size)
+                columns[name] = images.column(name, numbers)
+            elif name not in IMAGE_FIELDS:
+                columns[name] = table.column(name, numbers)
         return {name: column for name, column in columns.items() if column is not None}
 
     def _table(self, shard: int, *, images: bool = False, at_once: int = 0) -> arrow.ArrowTable:
@@ -296,17 +296,23 @@ def _require_clear(schema: Any) -> None:
 
 def _unpack(file: files.ShardFile, group: int, target: str, *, images: bool) -> None:
     """Write the images of a row group, or all else that is in it, as an Arrow stream."""
-    writer = None
     with pa.OSFile(target, "wb") as sink:
-        for batch in _batches(file, group, images=images):
-            writer = writer or pa.ipc.new_stream(sink, batch.schema)
-            writer.write_batch(batch)
-        (writer or pa.ipc.new_stream(sink, pa.schema([]))).close()
+        _write(file, group, sink, images=images)
 
 
 @lru_cache(maxsize=2)
 def _in_memory(file: files.ShardFile, group: int) -> arrow.ArrowTable:
-    return arrow.ArrowTable(_batches(file, group, images=True))
+    sink = pa.BufferOutputStream()
+    _write(file, group, sink, images=True)
+    return arrow.ArrowTable.of(sink.getvalue())
+
+
+def _write(file: files.ShardFile, group: int, sink: Any, *, images: bool) -> None:
+    writer = None
+    for batch in _batches(file, group, images=images):
+        writer = writer or pa.ipc.new_stream(sink, batch.schema)
+        writer.write_batch(batch)
+    (writer or pa.ipc.new_stream(sink, pa.schema([]))).close()
 
 
 def _batches(file: files.ShardFile, group: int, *, images: bool) -> Iterator[Any]:

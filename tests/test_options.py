@@ -30,8 +30,12 @@ from zephon_mm.options import Options, check_names
         ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1\.5"),
         ({"max_error_rate": float("nan")}, r"max_error_rate must be in \[0, 1\], got nan"),
         ({"task_timeout_s": 0}, "task_timeout_s must be above 0"),
-        ({"io_options": {"cash": {}}}, "io_options has no 'cash'; known is"),
-        ({"io_options": {"cache": {"size": 1}}}, "io_options has no 'size'; known is"),
+        ({"io_options": {"cash": {}}}, r"io_options can only be .* got \{'cash': \{\}\}"),
+        (
+            {"io_options": {"cache": {"dir": "x"}}},
+            r"io_options can only be .*from_path\(cache_dir=",
+        ),
+        ({"io_options": {"cache": {"enabled": False}}}, "io_options can only be"),
     ],
 )
 def test_an_impossible_value_is_named(changes: dict[str, Any], message: str) -> None:

@@ -75,9 +75,8 @@ class Options:
             never changes a batch.
         step_tokens: Whether every batch has `step_valid_tokens`, for which a rank plans all lanes;
             None: where that costs nothing (one rank, a finite source, `balance`, a full index).
-        io_options: `{"cache": {"enabled": bool, "dir": str}}`: accepted, without effect. Where
-            shards of stores are kept is known before there are options, and told by
-            `Dataset.from_path(cache_dir=, cache_bytes=)`.
+        io_options: `{"cache": {"enabled": True}}`, which is always so: shards of stores are kept
+            where `Dataset.from_path(cache_dir=, cache_bytes=)` says. All else is an error.
     """
 
     canonical_replicas: int = 8
@@ -143,12 +142,9 @@ def check_names(given: Mapping[str, Any], config: type, where: str) -> None:
 
 
 def _check_io(io_options: Mapping[str, Any]) -> None:
-    cache = io_options.get("cache", {})
-    if not isinstance(cache, Mapping):
-        raise ConfigError(f"options: io_options['cache'] must be a table, got {cache!r}")
-    strange = sorted(set(io_options) - {"cache"}) or sorted(set(cache) - {"enabled", "dir"})
-    if strange:
+    if io_options not in ({}, {"cache": {}}, {"cache": {"enabled": True}}):
         raise ConfigError(
-            f"options: io_options has no {strange[0]!r}; known is "
-            '{"cache": {"enabled": bool, "dir": str}}'
+            'options: io_options can only be {"cache": {"enabled": True}}, which is always so, got '
+            f"{io_options!r}. Dataset.from_path(cache_dir=, cache_bytes=) says where shards of "
+            "stores are kept, and how many bytes of them."
         )

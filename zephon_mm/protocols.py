@@ -70,7 +70,8 @@ class ColumnReader(Protocol):
         """Return the stored bytes of fields that `read` gives as text, bytes or blobs.
 
         Text is UTF-8, images are as encoded: what `read` and `read_blob` give. A row that `read`
-        gives as an error is valid in no column. A field that cannot be given so is left out.
+        gives as an error is valid in no column. A field that cannot be given so is left out. With
+        `starts` a column need not copy the bytes; they must not change while it is there.
 
         Args:
             shard: Index into `shards`.

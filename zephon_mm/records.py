@@ -53,15 +53,17 @@ class ShardInfo(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The stored bytes of one field of many rows, row after row: text as UTF-8, images as encoded.
+    """The stored bytes of one field of many rows: text as UTF-8, images as encoded.
 
     `data` is (bytes,) uint8, `ends` (n,) int64: where each row's bytes end in it. `valid` is (n,)
-    bool: False where a row lacks the field; its bytes are none.
+    bool: False where a row lacks the field; its bytes are none. `starts` is (n,) int64, from a
+    reader that leaves the bytes where they lie; without it a row begins where the one before ends.
     """
 
     data: NDArray[np.uint8]
     ends: NDArray[np.int64]
     valid: NDArray[np.bool_]
+    starts: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Laws (tests/test_samples.py):
     2. A row's digest depends on the names and stored bytes of its fields alone: the same samples
        have the same digests in every format.
 
-Cost: values are made when they are asked for; the columns are views.
+Cost: a sample is made when it is asked for; the columns are views.
 
 Imports: records. Used by: engine.raw.
 """
@@ -13,9 +13,9 @@ Imports: records. Used by: engine.raw.
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +48,9 @@ class SampleBatch:
     datasets: Sequence[Any]
 
     @functools.cached_property
-    def samples(self) -> Sequence["RawSample"]:
-        """The samples; a value is made each time it is asked for."""
-        fields = {
-            name: _Field(column.data.data, [0, *column.ends.tolist()], column.valid.tolist(), kind)
-            for (name, column), kind in zip(self.columns.items(), self.kinds.values(), strict=True)
-        }
-        return [RawSample(fields, row) for row in range(len(self.refs))]
+    def samples(self) -> "Samples":
+        """The samples; one is made each time it is asked for."""
+        return Samples(self)
 
     @property
     def keys(self) -> tuple[tuple[str, ...], ...]:
@@ -74,40 +70,42 @@ class SampleBatch:
         return hashlib.sha256("".join(row for _, row in sorted(rows)).encode()).hexdigest()
 
 
-class _Field(NamedTuple):
-    """A column as plain values, which are faster one by one; row i is `[ends[i], ends[i + 1])`."""
+class Samples(Sequence[dict[str, Any]]):
+    """The fields that each row has: text as str, images as bytes, other values as stored."""
 
-    data: memoryview
-    ends: list[int]
-    valid: list[bool]
-    kind: Kind
-
-
-class RawSample(Mapping[str, Any]):
-    """The fields that one row has: text as str, encoded images as bytes, other values as stored."""
-
-    __slots__ = ("_fields", "_row")
-
-    def __init__(self, fields: Mapping[str, _Field], row: int) -> None:
-        self._fields = fields
-        self._row = row
-
-    def __getitem__(self, name: str) -> Any:
-        data, ends, valid, kind = self._fields[name]
-        row = self._row
-        if not valid[row]:
-            raise KeyError(name)
-        found = data[ends[row] : ends[row + 1]]
-        if kind == "bytes":
-            return found.tobytes()
-        text = str(found, "utf-8")
-        return text if kind == "text" else json.loads(text)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name, field in self._fields.items() if field.valid[self._row]])
+    def __init__(self, batch: SampleBatch) -> None:
+        self._size = len(batch.refs)
+        # As plain values, which are faster one by one; row i is `[ends[i], ends[i + 1])`.
+        self._fields = [
+            (name, _VALUES[batch.kinds[name]], data.data, [0, *ends.tolist()], valid.tolist())
+            for name, (data, ends, valid, _) in batch.columns.items()
+        ]
 
     def __len__(self) -> int:
-        return sum(field.valid[self._row] for field in self._fields.values())
+        return self._size
+
+    @overload
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[one] for one in range(self._size)[row]]
+        row = range(self._size)[row]
+        return {
+            name: value_of(data[ends[row] : ends[row + 1]])
+            for name, value_of, data, ends, valid in self._fields
+            if valid[row]
+        }
+
+
+_VALUES: Mapping[Kind, Callable[[memoryview], Any]] = {
+    "text": lambda data: str(data, "utf-8"),
+    "bytes": bytes,
+    "json": lambda data: json.loads(bytes(data)),
+}
 
 
 def stored(column: Column, row: int) -> NDArray[np.uint8]:

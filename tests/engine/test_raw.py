@@ -358,7 +358,7 @@ class CopyingReader(ColumnsReader):
         self, shard: int, rows: NDArray[np.int64], fields: Sequence[str]
     ) -> dict[str, Column]:
         found = super().columns(shard, rows, fields)
-        data, ends, valid = found["txt"]
+        data, ends, valid, _ = found["txt"]
         return {**found, "txt": Column(data, np.minimum(ends + 1, data.size), valid)}
 
 

@@ -11,9 +11,9 @@ Laws (tests/engine/test_raw.py):
     1. A block's columns depend on its refs alone, not on whether the reader has `columns`.
     2. A defective row is valid in no column, and named.
 
-Cost: a copy out of the page cache and one into place; below 2 us a row and field besides.
+Cost: a copy into place, and one before it by readers that do not leave the bytes where they lie.
 
-Imports: engine.tasks, io, protocols, samples, shm. Used by: engine.raw, compiled, stages.
+Imports: engine.tasks, io, samples, shm. Used by: engine.raw, compiled, stages.
 """
 
 import base64
@@ -29,13 +29,12 @@ from numpy.typing import NDArray
 from zephon_mm.engine.tasks import DETECTED_ROWS, DETECTED_SHARDS, Failure, persistently
 from zephon_mm.errors import ConfigError, SampleError
 from zephon_mm.io import Dataset, read_blob
-from zephon_mm.protocols import ColumnReader
 from zephon_mm.records import Column, FileBlob, RowBlob
 from zephon_mm.samples import Kind, stored
 from zephon_mm.shm.arena import Arena
 from zephon_mm.shm.layout import ALIGN_BYTES
 
-BLOCK_ROWS = 2_048
+BLOCK_ROWS = 8_192
 BLOCK_BYTES = 16 << 20
 """What a block is at most, unless one batch is more: small enough to stay near the caches."""
 
@@ -145,18 +144,33 @@ def poisoned_block(context: RawContext, job: BlockJob, cause: str) -> Failure:
 
 
 def _read_block(context: RawContext, job: BlockJob) -> Block:
-    shape = len(context.kinds), len(job.refs)
-    sizes, valid = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     parts: list[tuple[Rows, list[Column]]] = []
     failures: dict[int, Failure] = {}
     for places in _by_shard(job.refs):
         number, shard = job.refs[places[0], :2].tolist()
         columns, failed = _columns(context, context.datasets[number], shard, job.refs[places, 2])
-        for field, column in enumerate(columns):
-            sizes[field, places] = np.diff(column.ends, prepend=0)
-            valid[field, places] = column.valid
         failures |= {int(places[at]): failure for at, failure in failed.items()}
         parts.append((places, columns))
+    block, out = _lay_out(context, job, parts, failures)
+    if not_text := _failed_texts(context, job.refs, block.starts, out):
+        failures |= not_text  # without those that failed before, which have no bytes
+        block, _ = _lay_out(context, job, parts, failures)
+    return block
+
+
+def _lay_out(
+    context: RawContext,
+    job: BlockJob,
+    parts: Sequence[tuple[Rows, Sequence[Column]]],
+    failures: Mapping[int, Failure],
+) -> tuple[Block, NDArray[np.uint8]]:
+    """Write the rows of each shard, given by their places, where they lie in the block."""
+    shape = len(context.kinds), len(job.refs)
+    sizes, valid = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+    for places, columns in parts:
+        for field, column in enumerate(columns):
+            sizes[field, places] = column.ends - _starts(column)
+            valid[field, places] = column.valid
     valid[:, list(failures)] = False
     sizes[~valid] = 0
     ends = sizes.cumsum(axis=1)
@@ -172,14 +186,23 @@ def _read_block(context: RawContext, job: BlockJob) -> Block:
         for places, columns in parts:
             last, size = ends[field, places], sizes[field, places]
             _scatter(columns[field], data, last - size, last)
-    return Block(tuple(starts), end, None if shared else out, failures)
+    return Block(tuple(starts), end, None if shared else out, failures), out
+
+
+def _starts(column: Column) -> Rows:
+    """Return where each row of a column begins."""
+    if column.starts is not None:
+        return column.starts
+    starts = np.zeros_like(column.ends)
+    starts[1:] = column.ends[:-1]
+    return starts
 
 
 def _scatter(column: Column, out: NDArray[np.uint8], starts: Rows, ends: Rows) -> None:
-    """Copy each row of a column to its place; rows that come first and last are told by `ends`."""
+    """Copy each row of a column to its place."""
     # Slices of memoryviews cost half of what slices of arrays do.
     source, target = column.data.data, out.data
-    froms = (column.ends - np.diff(column.ends, prepend=0)).tolist()
+    froms = _starts(column).tolist()
     for at, start, end in zip(froms, starts.tolist(), ends.tolist(), strict=True):
         target[start:end] = source[at : at + end - start]
 
@@ -202,9 +225,9 @@ def _columns(
     where = dataset.row_name(shard, int(rows[0]))
     fast = [name for name, kind in kinds.items() if kind != "json"]
     found: dict[str, Column] = {}
-    if fast and isinstance(reader, ColumnReader):
-        read = functools.partial(reader.columns, shard, rows, fast)
-        found |= persistently(read, where)
+    columns = getattr(reader, "columns", None)  # as a `ColumnReader` has: isinstance is slow
+    if fast and columns is not None:
+        found |= persistently(functools.partial(columns, shard, rows, fast), where)
     # `read` gives the other fields, and says why a row has none.
     slow: dict[str, list[bytes | None]] = {n: [None] * len(rows) for n in kinds if n not in found}
     lacking = ~np.any([found[name].valid for name in fast if name in found] or [rows < 0], axis=0)
@@ -221,11 +244,6 @@ def _columns(
         except SampleError as error:
             failures[place] = Failure(error.reason, f"{where}: {error.message}")
     found |= {name: _column_of(values) for name, values in slow.items()}
-    for name in (name for name, kind in kinds.items() if kind == "text"):
-        for place in _not_text(found[name]):
-            where = dataset.row_name(shard, int(rows[place]))
-            message = f"{where}: field {name!r} is not UTF-8. Encode it as UTF-8."
-            failures.setdefault(place, Failure("bad_utf8", message))
     return [found[name] for name in kinds], failures
 
 
@@ -270,9 +288,23 @@ def _plain(dataset: Dataset, value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _failed_texts(
+    context: RawContext, refs: Rows, starts: Sequence[int], block: NDArray[np.uint8]
+) -> dict[int, Failure]:
+    failures: dict[int, Failure] = {}
+    fields = zip(context.kinds.items(), block_columns(block, starts, len(refs)), strict=True)
+    for name, ends, data in ((n, e, data) for (n, kind), (e, _, data) in fields if kind == "text"):
+        for row in _not_text(Column(data[: ends[-1]], ends, ends > 0)):
+            dataset, shard, number = refs[row].tolist()
+            where = context.datasets[dataset].row_name(shard, number)
+            message = f"{where}: field {name!r} is not UTF-8. Encode it as UTF-8."
+            failures.setdefault(row, Failure("bad_utf8", message))
+    return failures
+
+
 def _not_text(column: Column) -> list[int]:
     """Return the rows that are not UTF-8."""
-    starts = column.ends - np.diff(column.ends, prepend=0)
+    starts = _starts(column)
     first = column.data[starts[starts < column.ends]]
     # The whole decodes and no row begins inside a character: then each of them decodes.
     if _decodes(column.data) and not ((first & 0xC0) == 0x80).any():

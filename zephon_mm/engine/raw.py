@@ -60,7 +60,9 @@ class RawDriver(Driver):
             batch_rows = self._config.topology.microbatch_size
             rows = min(BLOCK_ROWS, BLOCK_BYTES / self._row_bytes)
             self._planner.block_batches = max(int(rows / batch_rows), 1)
-            self._ahead = self._config.prefetch_batches * self._planner.block_batches
+            # Two blocks for each worker: more would only be more memory that has left the caches.
+            ahead, blocks = self._config.prefetch_batches, 2 * (self._config.workers + 1)
+            self._ahead = max(ahead, min(ahead, blocks) * self._planner.block_batches)
         return _RawPending(self._reading, group, self._config.topology.microbatch_size)
 
     def _read(self, group: RawGroup) -> "_Reading":
