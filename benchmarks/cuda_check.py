@@ -49,7 +49,8 @@ def recipe_on_photographs(shape: str, folder: Path, samples: int) -> Recipe:
     tables["datasets"] = [{"name": "photos", "path": str(data), "weight": 1.0}]
     tables["interleave"] = tables["interleave"] | {"tokenizer": str(tokenizer)}
     tables["pack"] = tables["pack"] | {"max_length": max(512, tables["pack"]["max_length"])}
-    tables["batch"] = tables["batch"] | {"global_batch_size": STEP}
+    # One row of 4,096 tokens: two keep some 75 GB (127 KB a token and layer, 20 of logits).
+    tables["batch"] = tables["batch"] | {"global_batch_size": STEP, "microbatch_size": 1}
     return replace(recipe, tables=tables | {"source": {"seed": 42}})
 
 
@@ -114,6 +115,8 @@ def main() -> int:
     add("--samples", type=int, default=2_000, help="photographs (%(default)s)")
     add("--data", type=Path, default=ROOT / "benchmarks" / "data_cache")
     args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # as in benchmarks.train
     more = {"device": args.device, "dtype": torch.bfloat16, "learning_rate": 1e-4, "digests": True}
     settings = Settings(steps=args.steps, shape=args.shape, **more)
     found = check(recipe_on_photographs(args.shape, args.data, args.samples), settings)

@@ -18,6 +18,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,11 +43,11 @@ SIZE_BAR = 16 << 10  # bytes
 DECODED_WINDOW = {"chunk_size": 25, "flush_every_k_chunks": 6}  # three fit in a lane's 500 rows
 
 
-def sizes(steps: tuple[int, ...] = STEPS) -> None:
-    """Print how large a checkpoint is after some numbers of steps."""
+def many_lanes() -> Pipeline:
+    """Return a pipeline of 64 lanes x 8 data sets of lengths, which can be planned."""
     names = [f"dataset-{number}" for number in range(8)]
     mixture = {name: 1.0 + number for number, name in enumerate(names)}
-    made = lengths_pipeline(
+    return lengths_pipeline(
         dict.fromkeys(names, "short_text"),
         lambda datasets: StaticMixtureWorkSource(datasets, mixture, 42, TokenEstimation()),
         max_length=48,
@@ -54,13 +55,14 @@ def sizes(steps: tuple[int, ...] = STEPS) -> None:
         canonical_replicas=64,
         runner="inline",
     ).batch(microbatch_size=64, global_batch_size=64)
-    plans = Plans(made)
+
+
+def states(steps: tuple[int, ...] = STEPS) -> Iterator[tuple[int, str]]:
+    """Yield the checkpoints, as JSON, of `many_lanes` after some numbers of steps."""
+    plans = Plans(many_lanes())
     for step, group in zip(range(1, max(steps) + 1), plans.groups(), strict=False):
         if step in steps:
-            size = len(json.dumps(plans.checkpoint(group.after)))
-            print(
-                f"checkpoint after {step:6,} steps: {size:6,} bytes, bar {SIZE_BAR:,}", flush=True
-            )
+            yield step, json.dumps(plans.checkpoint(group.after))
 
 
 def build(data: Path, lanes: int, index: str, **options: Any) -> Pipeline:
@@ -177,7 +179,8 @@ def main() -> None:
     make_data(args.data, num_samples=args.samples)
     write_benchmark_tokenizer(args.data.with_name("tokenizer"))
     if args.part in ("size", "all"):
-        sizes()
+        for step, state in states():
+            print(f"checkpoint after {step:6,} steps: {len(state):6,} bytes, bar {SIZE_BAR:,}")
     if args.part in ("time", "all"):
         times(args.data, args.tries, runner=args.runner, workers=args.workers)
     if args.part in ("decoded", "all"):

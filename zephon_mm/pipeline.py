@@ -38,6 +38,7 @@ from zephon_mm.metrics import Metrics
 from zephon_mm.planning import Plan, planned_sequences, provenance
 from zephon_mm.report import describe, shares, summary
 from zephon_mm.resume import STEERED, leave_out, resume, state_of
+from zephon_mm.shm.arena import Arena
 
 STATE_KEY = "zephon_mm"
 """The one key of `state_dict()`."""
@@ -186,6 +187,17 @@ class Pipeline(Builder):
         batch, self._position = item
         self._recent.append(self._position)
         return batch
+
+    @property
+    def arena(self) -> Arena:
+        """The shared memory that batches lie in, once it is iterated; `integrations.cuda` pins it.
+
+        Raises:
+            RuntimeError: It was not iterated, or was closed.
+        """
+        if self._driver is None:
+            raise RuntimeError("the pipeline has shared memory from its first `iter` to `close`")
+        return self._driver.arena
 
     def _check_open(self) -> None:
         if self._closed:

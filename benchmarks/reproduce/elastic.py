@@ -33,7 +33,7 @@ class Plan:
     size: int = 192
 
 
-FULL, SHORT = Plan(150, 10), Plan(3, 1)
+FULL, SHORT = Plan(150, 10), Plan(3, 1, resumed_on=(8, 12, 64))
 
 
 def ours(recipe: Recipe, plan: Plan) -> dict[int, Steps]:

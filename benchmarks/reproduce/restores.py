@@ -1,15 +1,14 @@
 """(e) How large a checkpoint is over steps, and how long a restore takes over lanes per rank.
 
-Sizes are those of 64 lanes x 8 data sets, as in `benchmarks.restore size`. A restore is timed from
-building the pipeline to its first sequence of each lane, decoded, with an index, from a state deep
-inside the lanes' second windows; "cold" is the same from the beginning.
+Over steps it is planned only: 64 lanes x 8 data sets of lengths, as in `benchmarks.restore size`.
+Over lanes it is decoded, with an index, from a state deep inside the lanes' second windows. Timed
+is from building the pipeline to its first sequence of each lane; "cold" is without a state.
 
 Imports: benchmarks.restore, .plans, .rates, .tables. Used by: benchmarks.reproduce.
 """
 
-import re
-from contextlib import redirect_stdout
-from io import StringIO
+import json
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,19 +18,20 @@ from matplotlib.axes import Axes
 from benchmarks.plans import late_state
 from benchmarks.reproduce.rates import photographs
 from benchmarks.reproduce.tables import Result
-from benchmarks.restore import build, first_round_s
-from benchmarks.restore import sizes as print_sizes
+from benchmarks.restore import build, first_round_s, many_lanes, states
 
 STEPS, SHORT_STEPS = (10, 100, 1_000, 10_000), (10, 100)
 LANES, SHORT_LANES = (1, 4, 16, 64), (1, 16, 64)
 
 
-def sizes(steps: tuple[int, ...]) -> dict[int, int]:
-    """Return the bytes of a checkpoint after some numbers of steps of 64 sequences."""
-    with redirect_stdout(StringIO()) as text:
-        print_sizes(steps)
-    found = re.findall(r"after +([\d,]+) steps: +([\d,]+) bytes", text.getvalue())
-    return {int(step.replace(",", "")): int(size.replace(",", "")) for step, size in found}
+def planned_s(state: str | None) -> float:
+    """Return seconds to the plan of the first sequences of 64 lanes, from a state."""
+    began = time.perf_counter()
+    pipeline = many_lanes()
+    if state is not None:
+        pipeline.restore(json.loads(state))
+    assert len(list(pipeline.plan(64))) == 64
+    return time.perf_counter() - began
 
 
 def times(data: Path, lanes: int, tries: int) -> tuple[float, float]:
@@ -50,10 +50,13 @@ def times(data: Path, lanes: int, tries: int) -> tuple[float, float]:
 def run(folder: Path, *, short: bool) -> Result:
     """Return the table, a row for each number of steps and of lanes."""
     data = photographs(folder, short=short)
-    found = sizes(SHORT_STEPS if short else STEPS)
-    timed = {n: times(data, n, 1 if short else 5) for n in (SHORT_LANES if short else LANES)}
-    rows: list[list[Any]] = [["size", step, size, "", ""] for step, size in found.items()]
-    rows += [["restore", lanes, "", *both] for lanes, both in timed.items()]
+    tries, cold = range(1 if short else 5), planned_s(None)
+    rows: list[list[Any]] = [
+        ["64 lanes", step, len(state), cold, median(planned_s(state) for _ in tries)]
+        for step, state in states(SHORT_STEPS if short else STEPS)
+    ]
+    timed = {n: times(data, n, len(tries)) for n in (SHORT_LANES if short else LANES)}
+    rows += [["decoded", lanes, "", *both] for lanes, both in timed.items()]
 
     def draw(axes: Axes) -> None:
         for at, name in enumerate(("cold", "restored")):
@@ -61,5 +64,5 @@ def run(folder: Path, *, short: bool) -> Result:
         axes.set(xlabel="lanes of one rank", ylabel="seconds to the first sequence of each lane")
 
     columns = ["what", "steps, or lanes per rank", "bytes", "cold s", "restored s"]
-    notes = ["sizes: 64 lanes x 8 data sets, bar 16,384 bytes; times: median, with an index"]
+    notes = ["over steps: 8 data sets, planned only, bar 16,384 bytes; over lanes: with an index"]
     return Result("Checkpoints and restores", columns, rows, notes, draw)

@@ -41,9 +41,12 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def make_vision(shape: str, folder: str | None = None) -> SiglipVisionModel:
-    """Return an encoder with the weights in a folder, or with random ones."""
+    """Return an encoder with the weights in a folder, on the CPU, or with random ones."""
     if folder:
-        return SiglipVisionModel.from_pretrained(folder, vision_use_head=False, dtype=torch.float32)
+        with torch.device("cpu"):  # on another transformers would ask for accelerate
+            return SiglipVisionModel.from_pretrained(
+                folder, vision_use_head=False, dtype=torch.float32
+            )
     return SiglipVisionModel(SiglipVisionConfig(**SHAPES[shape][0], vision_use_head=False))
 
 
@@ -53,9 +56,10 @@ def make_language(
     """Return a language model for `to_training(attention=...)`, with at least so many tokens."""
     how = IMPLEMENTATION[attention]
     if folder:
-        return Qwen3ForCausalLM.from_pretrained(
-            folder, attn_implementation=how, dtype=torch.float32
-        )
+        with torch.device("cpu"):
+            return Qwen3ForCausalLM.from_pretrained(
+                folder, attn_implementation=how, dtype=torch.float32
+            )
     config = Qwen3Config(**SHAPES[shape][1], rope_parameters=ROPE, tie_word_embeddings=True)
     config.vocab_size = max(config.vocab_size, vocab_size)
     config._attn_implementation = how
@@ -104,13 +108,16 @@ class VLM(nn.Module):
         with torch.no_grad():
             patches = self.vision(pixel_values).last_hidden_state
         patches = self.projector(patches).flatten(0, 1).to(embeddings.dtype)
-        # On CUDA counting would wait for the device; masked_scatter checks there.
+        # On CUDA counting would wait for the device; index_select checks there.
         if not places.is_cuda and (found := int(places.sum())) not in (0, len(patches)):
             raise ValueError(
                 f"the batch has {found} image placeholders, its images have {len(patches)} "
                 "patches: give the recipe the image and patch size of the model"
             )
-        embeddings = embeddings.masked_scatter(places[..., None], patches)
+        # So would masked_scatter's backward. Other tokens read a patch, and do not use it.
+        order = (places.flatten().cumsum(0) - 1).clamp_(min=0)
+        spread = patches.index_select(0, order).view_as(embeddings)
+        embeddings = torch.where(places[..., None], spread, embeddings)
         hidden = self.language.model(
             **{"use_cache": False, **attention}, inputs_embeds=embeddings, position_ids=position_ids
         ).last_hidden_state

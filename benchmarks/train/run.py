@@ -57,7 +57,8 @@ def make_model(recipe: Recipe, settings: Settings, *, seed: int = 0) -> VLM:
     """Return the model for a recipe's tokenizer; equal seeds give equal random weights."""
     table = recipe.tables["interleave"]
     tokenizer = TextTokenizer.load(table["tokenizer"], image_token=table.get("image_token"))
-    with torch.random.fork_rng(), torch.device(settings.device):
+    devices = [torch.cuda.current_device()] if settings.device == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(settings.device):
         torch.manual_seed(seed)
         vision = make_vision(settings.shape, settings.vision)
         language = make_language(

@@ -5,7 +5,7 @@ Laws (tests/benchmarks/test_train.py):
        labels that are not -100, however they are spread.
     2. Ranks that are simulated in one process get the gradients that real ones get.
 
-Imports: torch. Used by: benchmarks.train.run, benchmarks.losses.
+Imports: torch. Used by: benchmarks.train.run, benchmarks.reproduce.losses.
 """
 
 from collections.abc import Mapping

@@ -14,8 +14,9 @@ from benchmarks.reproduce.elastic import ours as resumed
 from benchmarks.reproduce.elastic import plain as resumed_plain
 from benchmarks.reproduce.losses import difference, equal_steps, ours, plain
 from benchmarks.reproduce.plain import PlainLoader, documents, micro
-from benchmarks.reproduce.restores import sizes
+from benchmarks.reproduce.restores import planned_s
 from benchmarks.reproduce.tables import Result
+from benchmarks.restore import states
 from benchmarks.train.run import Settings
 from zephon_mm.recipe import Recipe
 
@@ -71,10 +72,11 @@ def test_our_run_goes_on_with_other_ranks_and_the_plain_one_does_not(tiny: Recip
     assert not any(other[ranks] == other[0] for ranks in PLAN.resumed_on)
 
 
-def test_the_sizes_of_checkpoints_are_read_from_what_restore_prints() -> None:
-    found = sizes((1, 2))
+def test_a_checkpoint_is_small_after_any_step_and_the_run_goes_on_from_it() -> None:
+    found = dict(states((1, 2)))
     assert list(found) == [1, 2]
-    assert all(1_000 < size <= 16 << 10 for size in found.values())
+    assert all(1_000 < len(state) <= 16 << 10 for state in found.values())
+    assert planned_s(found[2]) > 0
 
 
 def test_a_result_is_a_table_a_file_of_values_and_a_plot(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.reproduce.losses import ours
+from benchmarks.train.model import make_language, make_vision
 from benchmarks.train.run import Settings, make_model, microbatches, process_group, train
 from benchmarks.train.trainer import Trainer
 from zephon_mm.recipe import Recipe
@@ -127,6 +128,21 @@ def test_the_encoder_is_frozen_and_the_rest_learns(tiny: Recipe) -> None:
         assert torch.equal(weight, before[name]) == name.startswith("vision."), name
 
 
+def test_the_projector_learns_from_the_tokens_of_each_patch(tiny: Recipe) -> None:
+    model = make_model(tiny, Settings())
+    weights = list(model.projector.parameters())
+    with tiny.pipeline() as pipeline:
+        inputs = next(microbatches(pipeline, Settings())).inputs
+    labels = inputs["labels"][:, 1:].flatten()
+    expected = functional.cross_entropy(logits_of(model, inputs), labels, reduction="sum")
+    for one, other in zip(
+        torch.autograd.grad(model(**inputs), weights),
+        torch.autograd.grad(expected, weights),
+        strict=True,
+    ):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_come_from_local_folders(tiny: Recipe, tmp_path: Path) -> None:
     model = make_model(tiny, Settings(), seed=1)
     model.vision.save_pretrained(tmp_path / "vision")
@@ -136,6 +152,9 @@ def test_weights_come_from_local_folders(tiny: Recipe, tmp_path: Path) -> None:
     for name, weight in model.state_dict().items():
         if not name.startswith("projector."):
             assert torch.equal(loaded[name], weight)
+    with torch.device("meta"):  # as on CUDA, where transformers would refuse or ask for accelerate
+        assert make_vision("tiny_vlm", folders["vision"]).device.type == "cpu"
+        assert make_language("tiny_vlm", 0, "sdpa", folders["language"]).device.type == "cpu"
 
 
 def test_images_of_another_size_are_refused(tiny: Recipe) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fixtures.memory import Recipe
-from zephon_mm.integrations.cuda import on_device, pinned
+from zephon_mm.integrations.cuda import on_device, pinned, tensors_of
 from zephon_mm.shm.arena import Arena
 
 DEVICES = [
@@ -31,6 +31,27 @@ def test_each_batch_comes_with_what_to_training_gives(
             tensors = [name for name, one in expected.items() if isinstance(one, torch.Tensor)]
             assert all(inputs[name].device.type == device for name in tensors)
             assert all(torch.equal(inputs[name].cpu(), expected[name]) for name in tensors)
+
+
+def test_every_tensor_that_a_model_is_given_is_kept_also_what_a_mask_closes_over(
+    recipe: Recipe,
+) -> None:
+    with recipe.build() as pipeline:
+        inputs = next(iter(pipeline)).to_training(attention="block")
+    mask = inputs["attention_mask"]
+    (documents,) = (cell.cell_contents for cell in mask.mask_mod.__closure__)
+    found = {id(one) for one in tensors_of(inputs.values())}
+    assert {id(documents), id(mask.kv_indices), id(inputs["input_ids"])} <= found
+
+
+def test_the_memory_of_batches_is_there_while_a_pipeline_runs(recipe: Recipe) -> None:
+    with recipe.build() as pipeline:
+        with pytest.raises(RuntimeError, match="from its first `iter`"):
+            _ = pipeline.arena
+        batch = next(iter(pipeline))
+        memory = pipeline.arena.view(0, pipeline.arena.capacity_bytes)
+        at = batch.input_ids.data_ptr() - memory.ctypes.data
+        assert 0 <= at < memory.nbytes
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -135,12 +135,12 @@ class Driver:
         self._failed = ""  # what stopped the run, once the consumer was told
         self._pid = os.getpid()
         self._bell = _Bell(self._events)
-        self._arena = Arena(config.memory_budget_bytes, on_release=self._bell)
+        self.arena = Arena(config.memory_budget_bytes, on_release=self._bell)
         self._runner = make_runner(
             config.runner,
-            replace(config.context, arena=self._arena),
+            replace(config.context, arena=self.arena),
             workers=config.workers,
-            fds=(self._arena.fd,),
+            fds=(self.arena.fd,),
             task_timeout_s=config.task_timeout_s,
         )
         self._queue = TaskQueue(self._runner)
@@ -250,7 +250,7 @@ class Driver:
         self._refuse_requests()
         self._ready.clear()
         self._deliver(RunnerError("the pipeline was closed"))
-        self._arena.close()
+        self.arena.close()
 
     def collected(self) -> None:
         """Close; for the finalizer of a pipeline, which may run in any thread, even in ours."""
@@ -361,17 +361,17 @@ class Driver:
 
     def _slab(self, num_bytes: int) -> tuple[NDArray[np.uint8], int]:
         """Lease shared memory, waiting for some; or take ordinary memory (base -1)."""
-        slab = self._arena.lease(num_bytes)
+        slab = self.arena.lease(num_bytes)
         if slab is None:
             self._bell.armed = True
             self._decoding.flush()
             began = time.perf_counter()
-            while (slab := self._arena.lease(num_bytes)) is None and self._planned > self._taken:
+            while (slab := self.arena.lease(num_bytes)) is None and self._planned > self._taken:
                 self._handle(self._events.get())
             self._bell.armed = False
             self._metrics.add("driver_wait_memory_s", time.perf_counter() - began)
         if slab is not None:
-            return slab, self._arena.offset_of(slab)
+            return slab, self.arena.offset_of(slab)
         self._metrics.add("batches_in_ordinary_memory")
         if not self._warned:
             self._warned = True

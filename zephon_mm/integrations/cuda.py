@@ -46,22 +46,24 @@ def on_device(
             yield batch, batch.to_training(device, **training)
         return
     side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    assert pipeline._driver is not None
-    with pinned(pipeline._driver._arena):
+    with pinned(pipeline.arena):
         for batch in batches:
             with torch.cuda.stream(side):
                 inputs = batch.to_training(device, **training)
             torch.cuda.current_stream(device).wait_stream(side)
-            _hand_over(inputs.values(), torch.cuda.current_stream(device))
+            for tensor in tensors_of(inputs.values()):  # their memory is kept until it is used
+                tensor.record_stream(torch.cuda.current_stream(device))
             yield batch, inputs
 
 
-def _hand_over(values: Iterable[Any], stream: Any) -> None:
-    """Keep the memory of tensors, also of those in masks, until `stream` has used them."""
+def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors, also those of a flex attention mask and of the rule inside it."""
     for value in values:
-        for tensor in (value, *getattr(value, "__dict__", {}).values()):
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(stream)
+        rule = getattr(getattr(value, "mask_mod", None), "__closure__", None) or ()
+        inside = getattr(value, "__dict__", {}).values()
+        for one in (value, *inside, *(cell.cell_contents for cell in rule)):
+            if isinstance(one, torch.Tensor):
+                yield one
 
 
 @contextmanager
@@ -72,7 +74,7 @@ def pinned(arena: Arena) -> Iterator[None]:
     error = cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0).value
     if error:
         with suppress(RuntimeError):  # CUDA would report it again, to the next kernel
-            torch.zeros(1, device="cuda")
+            torch.ones(1, device="cuda")
         logger.warning(
             "cudaHostRegister refused %d bytes (error %d): copies are slower. Lower "
             "options(memory_budget_bytes=...), or allow the process more memory.",
