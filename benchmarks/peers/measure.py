@@ -13,6 +13,7 @@ Imports: benchmarks.contenders, .work, the contenders. Used by: .table, in proce
 import hashlib
 import importlib
 import json
+import os
 import pickle
 import sys
 import time
@@ -66,6 +67,8 @@ def main() -> None:
     wanted = json.loads(sys.argv[1])
     ranks, rank, steps, state = (wanted[name] for name in ("ranks", "rank", "steps", "state"))
     if ranks > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {name: str(value) for name, value in names.items()}  # Mosaic reads them
         where = f"file://{wanted['meet']}"
         torch.distributed.init_process_group("gloo", where, world_size=ranks, rank=rank)
     contender = importlib.import_module(f"benchmarks.peers.{wanted['file']}")
