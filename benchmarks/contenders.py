@@ -7,16 +7,21 @@ imported before it is needed.
     python benchmarks/contenders.py write mds text FOLDER
     python benchmarks/contenders.py read mosaic text FOLDER
 
-Imports: nothing of the package but in `_zephon`. Used by: benchmarks.readers.
+Imports: nothing of the package but in `raw`. Used by: benchmarks.{readers, peers}.
 """
 
 import argparse
 import glob
 import json
 import os
+import pickle
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,13 +36,13 @@ Row = dict[str, Any]
 Batch = list[Row]
 
 
-def rows(kind: str) -> Iterator[Row]:
+def rows(kind: str, count: int | None = None) -> Iterator[Row]:
     """Yield the samples: a text of 200 to 1,000 letters, and with `image` 20 to 30 KB beside it."""
     numbers = random.Random(0)
     words = ["".join(numbers.choices("abcdefghij", k=n)) for n in (2, 3, 4, 5, 6, 7, 8) * 30]
     text = " ".join(numbers.choices(words, k=20_000))
     noise = numbers.randbytes(1 << 20)
-    for number in range(TEXT_ROWS if kind == "text" else IMAGE_ROWS):
+    for number in range(count or (TEXT_ROWS if kind == "text" else IMAGE_ROWS)):
         at = numbers.randrange(len(text) - 1_000)
         row: Row = {"txt": f"{number} " + text[at : at + numbers.randint(200, 1_000)]}
         if kind == "image":
@@ -46,68 +51,108 @@ def rows(kind: str) -> Iterator[Row]:
         yield row
 
 
+def photographs(target: str) -> Iterator[Row]:
+    """Yield what `benchmarks.data` wrote into `photos` beside the target folder."""
+    from benchmarks.formats import shards
+
+    for part in shards(Path(target).with_name("photos")):
+        yield from part
+
+
 # Writers, each the format's own.
 
 
-def write_webdataset(kind: str, folder: str) -> None:
+def write_webdataset(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
     """Write tar shards."""
     import webdataset
 
-    with webdataset.ShardWriter(
-        f"{folder}/s-%04d.tar", maxcount=SHARD_ROWS[kind], verbose=0
-    ) as out:
-        for number, row in enumerate(rows(kind)):
+    with webdataset.ShardWriter(f"{folder}/s-%04d.tar", maxcount=shard_rows, verbose=0) as out:
+        for number, row in enumerate(samples):
             out.write({"__key__": f"{number:08}", **row})
 
 
-def write_mds(kind: str, folder: str) -> None:
-    """Write MDS shards."""
+def write_mds(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write MDS shards, of as many rows as fit into its 64 MiB."""
     from streaming import MDSWriter
 
-    columns = {"txt": "str"} | ({"jpg": "bytes"} if kind == "image" else {})
+    first = next(rest := iter(samples))
+    columns = {name: "str" if name == "txt" else "bytes" for name in first}
     with MDSWriter(out=folder, columns=columns, exist_ok=True) as out:
-        for row in rows(kind):
+        for row in chain([first], rest):
             out.write(row)
 
 
-def write_litdata(kind: str, folder: str) -> None:
-    """Write LitData chunks."""
+def write_litdata(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write LitData chunks of 64 MB."""
     from litdata.streaming import Cache
 
     cache = Cache(folder, chunk_bytes="64MB")
-    for number, row in enumerate(rows(kind)):
+    for number, row in enumerate(samples):
         cache[number] = row
     cache.done()
     cache.merge()
 
 
-def write_lance(kind: str, folder: str) -> None:
+def write_lance(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
     """Write a Lance dataset, a fragment for each part."""
     import lance
     import pyarrow
 
-    part: list[Row] = []
-    for row in rows(kind):
-        part.append(row)
-        if len(part) == SHARD_ROWS[kind]:
-            lance.write_dataset(pyarrow.Table.from_pylist(part), folder, mode="append")
-            part = []
+    for part in _parts(samples, shard_rows):
+        lance.write_dataset(pyarrow.Table.from_pylist(part), folder, mode="append")
 
 
-def write_parquet(kind: str, folder: str) -> None:
+def write_parquet(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
     """Write Parquet files with row groups of 1,000 rows."""
     import pyarrow
     import pyarrow.parquet
 
-    part: list[Row] = []
-    for number, row in enumerate(rows(kind)):
-        part.append(row)
-        if len(part) == SHARD_ROWS[kind]:
-            name = f"{folder}/{number:08}.parquet"
-            pyarrow.parquet.write_table(
-                pyarrow.Table.from_pylist(part), name, row_group_size=1_000, compression="none"
-            )
-            part = []
+    for number, part in enumerate(_parts(samples, shard_rows)):
+        name = f"{folder}/{number:08}.parquet"
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(part), name, row_group_size=1_000, compression="none"
+        )
+
+
+def write_records(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write pickled rows into one file, and where each begins into another."""
+    import numpy as np
+
+    with open(f"{folder}/rows.bin", "wb") as file:
+        sizes = [0, *(file.write(pickle.dumps(row)) for row in samples)]
+    np.save(f"{folder}/ends.npy", np.cumsum(sizes))
+
+
+def write_arrayrecord(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write pickled rows as ArrayRecord shards, a row a group, as Grain wants for random access."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    for number, part in enumerate(_parts(samples, shard_rows)):
+        writer = ArrayRecordWriter(f"{folder}/{number:05}.arrayrecord", "group_size:1,uncompressed")
+        for row in part:
+            writer.write(pickle.dumps(row))
+        writer.close()
+
+
+def write_energon(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write tar shards, and what `energon prepare` adds to them."""
+    write_webdataset(samples, folder, shard_rows)
+    command = [f"{os.path.dirname(sys.executable)}/energon", "prepare", "--non-interactive"]
+    split = ["--split-parts", "train:s-.*[.]tar", "--sample-type", "CrudeWebdataset"]
+    subprocess.run([*command, *split, "--num-workers", "2", folder], check=True)
+
+
+def write_arrow(samples: Iterable[Row], folder: str, shard_rows: int) -> None:
+    """Write a data set of Hugging Face's `datasets`."""
+    import datasets
+
+    datasets.Dataset.from_list(list(samples)).save_to_disk(folder)
+
+
+def _parts(samples: Iterable[Row], size: int) -> Iterator[Batch]:
+    source = iter(samples)
+    while part := list(islice(source, size)):
+        yield part
 
 
 # Contenders: each yields batches for ever or for one pass.
@@ -208,7 +253,7 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _touch(batch: Batch) -> int:
+def touch(batch: Batch) -> int:
     """Count the zero bytes of a batch."""
     zeros = 0
     for row in batch:
@@ -222,24 +267,24 @@ def zephon(folder: str) -> tuple[Iterable[Any], Callable[[Any], int]]:
     """Raw samples, through columns."""
     import numpy as np
 
-    return _pipeline(folder), lambda batch: sum(
+    return raw(folder).batch(microbatch_size=BATCH), lambda batch: sum(
         column.data.size - np.count_nonzero(column.data) for column in batch.columns.values()
     )
 
 
 def zephon_samples(folder: str) -> tuple[Iterable[Any], Callable[[Any], int]]:
     """Raw samples, through one mapping a sample."""
-    return _pipeline(folder), lambda batch: _touch(batch.samples)
+    return raw(folder).batch(microbatch_size=BATCH), lambda batch: touch(batch.samples)
 
 
-def _pipeline(folder: str) -> Any:
+def raw(folder: str) -> Any:
+    """Return a pipeline of samples, not yet in batches."""
     from zephon_mm import Dataset, Pipeline
     from zephon_mm.work import StaticMixtureWorkSource
 
     data = Dataset.from_path("data", folder, cache_dir=f"{folder}.cache", progress=False)
     source = StaticMixtureWorkSource([data], {"data": 1.0}, seed=0)
-    pipeline = Pipeline(source).options(runner="process", workers=WORKERS)
-    return pipeline.batch(microbatch_size=BATCH)
+    return Pipeline(source).options(runner="process", workers=WORKERS)
 
 
 WRITERS = {
@@ -248,6 +293,10 @@ WRITERS = {
     "litdata": write_litdata,
     "lance": write_lance,
     "parquet": write_parquet,
+    "records": write_records,
+    "arrayrecord": write_arrayrecord,
+    "energon": write_energon,
+    "arrow": write_arrow,
 }
 OWN: dict[str, Callable[[str], Iterable[Batch]]] = {
     "webdataset": webdataset_loader,
@@ -259,22 +308,24 @@ OWN: dict[str, Callable[[str], Iterable[Batch]]] = {
 """Format -> its own library, or where that has no loader the usual DataLoader around it."""
 
 
-def measure(batches: Iterable[Any], touch: Callable[[Any], int], size: Callable[[Any], int]) -> Row:
+def measure(
+    batches: Iterable[Any], touched: Callable[[Any], int], size: Callable[[Any], int]
+) -> Row:
     """Return samples per second delivered to a consumer that touches each byte once."""
     zeros = count = 0
     start = cpu = 0.0
     for number, batch in enumerate(batches):
         if number == WARM_UP_BATCHES:
-            start, cpu, count = time.perf_counter(), _cpu_s(), 0
-        zeros += touch(batch)
+            start, cpu, count = time.perf_counter(), cpu_s(), 0
+        zeros += touched(batch)
         count += size(batch)
         if number > WARM_UP_BATCHES and time.perf_counter() - start > SECONDS:
             break
-    elapsed, cpu = time.perf_counter() - start, _cpu_s() - cpu
+    elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
     return {"samples_per_s": count / elapsed, "cpu_us": 1e6 * cpu / count, "zeros": int(zeros)}
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Return the CPU time of this process and those that it started, also of those that ended."""
     me = psutil.Process()
     times = (process.cpu_times() for process in (me, *me.children(recursive=True)))
@@ -285,19 +336,24 @@ def main() -> None:
     """Write data or run one contender; print its figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=["write", "own", "zephon", "zephon_samples"])
-    parser.add_argument("format", choices=sorted(OWN))
-    parser.add_argument("kind", choices=["text", "image"])
+    parser.add_argument("format", choices=sorted(WRITERS))
+    parser.add_argument("kind", choices=["text", "image", "full"])
     parser.add_argument("folder")
+    parser.add_argument("--count", type=int, help="of samples, in 16 shards")
     args = parser.parse_args()
     if args.action == "write":
         os.makedirs(args.folder, exist_ok=True)
-        WRITERS[args.format](args.kind, args.folder)
+        full = args.kind == "full"
+        samples = photographs(args.folder) if full else rows(args.kind, args.count)
+        shard_rows = args.count // 16 if args.count else SHARD_ROWS[args.kind]
+        WRITERS[args.format](samples, args.folder, shard_rows)
+        print("[true]")
     elif args.action == "own":
-        print(json.dumps(measure(OWN[args.format](args.folder), _touch, len)))
+        print(json.dumps(measure(OWN[args.format](args.folder), touch, len)))
     else:
         make = zephon if args.action == "zephon" else zephon_samples
-        pipeline, touch = make(args.folder)
-        found = measure(pipeline, touch, lambda batch: len(batch.sequence_ids))
+        pipeline, touched = make(args.folder)
+        found = measure(pipeline, touched, lambda batch: len(batch.sequence_ids))
         print(json.dumps(found))
         pipeline.close()  # type: ignore[attr-defined]
 

@@ -1,9 +1,11 @@
 """Write a table of the suite, with a plot: `python -m benchmarks.reproduce NAME [--short]`.
 
 `all` writes every one, and `REPORT.md`, which has them on a page with machine, versions and date;
-`make bench` is its short form, of less than ten minutes on two quiet cores.
+`make bench` is its short form, of less than ten minutes on two quiet cores. `peers` joins where
+`PEERS_PYTHON` names the Pythons of the other loaders, see `benchmarks.peers`.
 
-Imports: benchmarks.reproduce.*. Writes benchmarks/results, benchmarks/data_cache and demo_out/data.
+Imports: benchmarks.{reproduce.*, peers.table}. Writes benchmarks/results, benchmarks/data_cache
+and demo_out/data.
 """
 
 import argparse
@@ -15,12 +17,15 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.peers import table as peers
 from benchmarks.reproduce import elastic, losses, rates, restores
 from zephon_mm.cli.demo_data import make_demo_data
 
 ROOT = Path(__file__).parents[2]
 TRAINED = {"losses": losses.run, "elastic": elastic.run}  # on a recipe
 TIMED = {"rates": rates.run, "price": rates.price, "texts": rates.texts, "restores": restores.run}
+if os.environ.get("PEERS_PYTHON"):
+    TIMED["peers"] = peers.run
 CONFIG, DATA = ROOT / "configs" / "tiny_vlm.toml", ROOT / "benchmarks" / "data_cache"
 PACKAGES = ("zephon_mm", "torch", "torchvision", "transformers", "numpy", "pillow")
 
