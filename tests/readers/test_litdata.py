@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.contracts.reader import ReaderContract, every_row
+from tests.fixtures.columns import cells
 from zephon_mm.errors import ConfigError, DatasetError, SampleError
 from zephon_mm.io import Dataset, read_blob
 from zephon_mm.processors.documents import schema_of, to_document
@@ -103,11 +104,10 @@ def test_columns_hold_what_read_and_read_blob_give(name: str, tmp_path: Path) ->
         expected = {f: [stored_bytes(dataset, sample[f]) for sample in samples] for f in fields}
         columns = reader.columns(shard, rows, [*fields, "absent"])
         assert set(columns) == {field for field in fields if any(expected[field])} - {"pil", "grey"}
-        for field, (data, ends, valid) in columns.items():
-            assert (data.dtype, ends.dtype, valid.dtype) == (np.uint8, np.int64, np.bool_)
-            spans = zip([0, *ends], ends, valid, strict=False)
-            pieces = [data[start:stop].tobytes() if ok else None for start, stop, ok in spans]
-            assert pieces == expected[field]
+        for field, column in columns.items():
+            assert column.data.dtype == np.uint8
+            assert (column.ends.dtype, column.valid.dtype) == (np.int64, np.bool_)
+            assert cells(column) == expected[field]
         empty = reader.columns(shard, rows[:0], fields).values()
         assert all(column.ends.size == 0 for column in empty)
 
