@@ -102,22 +102,22 @@ class MDSReader(files.BlockReader):
         ]
 
     @contextmanager
-    def _opened(self, number: int, rows: files.Rows) -> Iterator[TableRows]:
-        shard = self._shards[number]
-        numbers = self.numbers(number, rows)
-        path = shard.path
-        if shard.codec:
+    def _opened(self, shard: int, rows: files.Rows) -> Iterator[TableRows]:
+        told = self._shards[shard]
+        numbers = self.numbers(shard, rows)
+        path = told.path
+        if told.codec:
             stat = os.stat(path)
-            key = f"{path} {stat.st_size} {stat.st_mtime_ns} {shard.num_bytes}"
-            path = self._cache.get(key, partial(unpack, shard=shard))
-        file = files.ShardFile(shard.name, shard.path, shard.num_bytes, 0)
+            key = f"{path} {stat.st_size} {stat.st_mtime_ns} {told.num_bytes}"
+            path = self._cache.get(key, partial(unpack, shard=told))
+        file = files.ShardFile(told.name, told.path, told.num_bytes, 0)
         with files.open_shard(file._replace(path=path)) as descriptor:
             stat = os.fstat(descriptor)
-            _check(shard, path, (stat.st_ino, stat.st_mtime_ns), self._check_hashes)
+            _check(told, path, (stat.st_ino, stat.st_mtime_ns), self._check_hashes)
             kinds = Kinds(BLOBS, _AS_STORED, partial(decode, allow_pickle=self._allow_pickle))
-            fields = {column.name: column for column in shard.columns}
-            plain = not shard.codec
-            yield TableRows(file, number, descriptor, numbers, fields, kinds, is_plain=plain)
+            fields = {column.name: column for column in told.columns}
+            plain = not told.codec
+            yield TableRows(file, shard, descriptor, numbers, fields, kinds, is_plain=plain)
 
 
 @lru_cache(maxsize=4096)

@@ -132,14 +132,11 @@ class Builder:
         Raises:
             ConfigError: The tokenizer lacks a token that is needed, or no such template.
         """
-        for name, given, kind, example in (
-            ("image_processor", image_processor, ImageProcessor, "SigLIPProcessor"),
-            ("video_processor", video_processor, VideoProcessor, "SigLIPVideoProcessor"),
-        ):
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(
-                    f"interleave: {name} takes a processor such as {example}(), got {given!r}"
-                )
+        wrong = "interleave: {}_processor takes a processor such as {}(), got {!r}"
+        if image_processor is not None and not isinstance(image_processor, ImageProcessor):
+            raise ConfigError(wrong.format("image", "SigLIPProcessor", image_processor))
+        if video_processor is not None and not isinstance(video_processor, VideoProcessor):
+            raise ConfigError(wrong.format("video", "SigLIPVideoProcessor", video_processor))
         check_types(Builder.interleave, "interleave", loss_weights=loss_weights)
         loaded = TextTokenizer.load(
             tokenizer, image_token=image_token, video_token=video_token, eos=eos

@@ -4,6 +4,7 @@ import pickle
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import av
 import numpy as np
@@ -143,7 +144,7 @@ def test_the_same_frames_are_chosen(total, rate, fps, most, model):
 class Sized(BaseVideoProcessor):
     """What transformers' processors of the models call to resize: it tells the size instead."""
 
-    def resize(self, image, size, resample):
+    def resize(self, image, size: Any, *args, **kwargs) -> Any:
         return size
 
 
