@@ -157,9 +157,15 @@ class Lane:
         self._plan = plan
         self._coming.clear()
 
-    def fill(self, tasks_ahead: int) -> None:
-        """Submit measuring until `tasks_ahead` tasks are under way or the lane has ended."""
-        while self._tasks < tasks_ahead and not self._source_ended:
+    def fill(self, tasks_ahead: int, in_window: int = 0) -> None:
+        """Submit measuring until `tasks_ahead` tasks are under way or the lane has ended.
+
+        Of the window that is planned, `in_window` may be: a restore needs all of that, and nothing
+        of the next one.
+        """
+        while not self._source_ended and (
+            self._tasks < tasks_ahead or (self._tasks < in_window and not self._next_states)
+        ):
             self._draw()
 
     def step(self) -> None:

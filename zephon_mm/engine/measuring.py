@@ -91,10 +91,15 @@ class Measuring:
         self._index = index
         self._task_rows = task_rows
 
-    def __call__(self, priority: Priority, refs: NDArray[np.int64]) -> Iterator[Measured]:
-        """Yield the chunk's records, in parts that follow one another."""
+    def __call__(
+        self, priority: Priority, refs: NDArray[np.int64], *, urgent: bool = False
+    ) -> Iterator[Measured]:
+        """Yield the chunk's records, in parts that follow one another.
+
+        They are large where nobody waits for them, or for what waits behind them; not if `urgent`.
+        """
         size = self._task_rows
-        if self.queue.depth >= 2 * self.queue.workers:  # nobody waits for these
+        if self.queue.depth >= 2 * self.queue.workers and not urgent:
             size *= 4
         if self._index is None:
             for at in range(0, len(refs), size):

@@ -33,9 +33,10 @@ from zephon_mm.records import SampleRef, Skip, State
 class MixingLane(Lane):
     """Plans one lane; arguments as for `Lane`. Its source has what `WorkSource` says of tokens."""
 
-    def fill(self, tasks_ahead: int) -> None:
+    def fill(self, tasks_ahead: int, in_window: int = 0) -> None:
         """As the base; where the next window begins is known when this one is over."""
-        while self._tasks < tasks_ahead and not (self._source_ended or self._next_states):
+        most = max(tasks_ahead, in_window)
+        while self._tasks < most and not (self._source_ended or self._next_states):
             self._draw()
 
     def _draw(self) -> None:

@@ -119,7 +119,8 @@ class Planner:
         self._due = 0  # batches planned so far: measuring for an earlier batch goes first
         self._runs_ahead = measuring.queue.runs_ahead
         slots = measuring.queue.slots
-        self._tasks_ahead = max(2, -(-slots // self._num_needed())) if self._runs_ahead else 1
+        self._first_round = self._num_needed()
+        self._tasks_ahead = max(2, -(-slots // self._first_round)) if self._runs_ahead else 1
         self._most_ahead = max(self._tasks_ahead, slots) if self._runs_ahead else 1
 
     def groups(self) -> Iterator[Group]:
@@ -315,7 +316,8 @@ class Planner:
         while (sequence := lane.take(index)) is None and not lane.exhausted:
             self._advance(lane, ahead)
             ahead += 1  # the further off it is, the more of the workers may turn to this lane
-        self._look_ahead(lane)
+        if self._due >= self._first_round:  # before that the other lanes' first ones are waited for
+            self._look_ahead(lane)
         return sequence
 
     def _look_ahead(self, lane: Lane) -> None:
@@ -323,7 +325,7 @@ class Planner:
             lane.fill(self._tasks_ahead)
 
     def _advance(self, lane: Lane, ahead: int) -> None:
-        lane.fill(min(ahead, self._most_ahead))
+        lane.fill(self._tasks_ahead, min(ahead, self._most_ahead))
         head = lane.head
         if head is not None and not head.done():
             self._wait(head)
@@ -362,7 +364,8 @@ class Planner:
 
     def _measure(self, lane: int, refs: Any) -> Iterator[Measured]:
         # Materializing a batch has priority (its number, 0): what is due sooner goes first.
-        return self._measuring((self._due, 1, lane), refs)
+        urgent = self._due < self._first_round
+        return self._measuring((self._due, 1, lane), refs, urgent=urgent)
 
     def _first(self, lane: int) -> int:
         """Return the index of a lane's first owed sequence; a finite run counts from its start."""
