@@ -1,7 +1,9 @@
 """This package, on WebDataset shards.
 
 Settings: 8 lanes, two worker processes, no index; raw rows as mappings, which the others have too
-and is slower than columns; the full row packed best fit, with a shuffle buffer of 64.
+and is slower than columns; the full row packed best fit, with a shuffle buffer of 64. Its windows
+hold 2,048 samples of all lanes, not 16,384: one is measured ahead at its start and lived on at its
+end, so a measurement must last for several.
 
 Imports: the package, benchmarks.contenders, .work. Used by: .measure.
 """
@@ -24,6 +26,7 @@ def zephon_mm(task: Task) -> Loader:
     pipeline.interleave(tokenizer=task.tokenizer, image_processor=processor)
     pipeline.pack_flat(max_length=LENGTH, algorithm="best_fit", max_images=32)
     pipeline.shuffle(buffer_size=64, seed=0).batch(microbatch_size=task.packs)
+    pipeline.options(chunk_size=64, flush_every_k_chunks=4)
     if task.state is not None:
         pipeline.restore(task.state)
     return Loader(map(_delivered, pipeline), pipeline.checkpoint)

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fixtures.memory import Recipe, dataset, random_rows, run_ranks, take, write_images
+from tests.fixtures.memory import (
+    MemoryReader,
+    Recipe,
+    dataset,
+    document_of,
+    random_rows,
+    run_ranks,
+    take,
+    write_images,
+)
 from zephon_mm.batch import IGNORE, Batch
 from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset
+from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, Image, Segment, Text
 
 SEQUENCES = 16
@@ -20,8 +31,9 @@ def weight_of(row: int) -> float:
     return 0.25 * (row % 4)
 
 
-def weighted(document: Document) -> Document:
+def weighted(sample: Sample) -> Document:
     """Weigh a document by its number, its n-th image by 1 / (n + 2)."""
+    document = document_of(sample)
     segments: list[Segment] = []
     for segment in document.segments:
         if isinstance(segment, Image):
@@ -33,9 +45,10 @@ def weighted(document: Document) -> Document:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    rows = random_rows(5, 30, write_images(folder))
+    reader = MemoryReader(random_rows(5, 30, write_images(folder)), shard_rows=100)
+    cache = folder / "cache"
     return Recipe(
-        datasets=(dataset("d", rows, shard_rows=100, cache_dir=folder / "cache"),),
+        datasets=(Dataset("d", reader, schema=weighted, version="1", cache_dir=cache),),
         max_length=256,
         passes=1,
         tail="pad",
@@ -64,7 +77,7 @@ def test_a_token_has_the_weight_of_its_document_times_that_of_the_image_before(
     kind: str, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
-    with recipe.build(fn=weighted, loss_weights=kind, microbatch=2) as pipeline:
+    with recipe.build(loss_weights=kind, microbatch=2) as pipeline:
         batches = take(pipeline, 4)
     for batch in batches:
         assert batch.loss_weights is not None
@@ -77,7 +90,7 @@ def test_a_token_has_the_weight_of_its_document_times_that_of_the_image_before(
 
 def test_any_topology_runner_and_index_give_the_same_weights(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    more: dict[str, Any] = {"fn": weighted, "loss_weights": "sqrt", "sequences": SEQUENCES}
+    more: dict[str, Any] = {"loss_weights": "sqrt", "sequences": SEQUENCES}
     wanted = run_ranks(recipe, dp=1, microbatch=2, index="off", **more)
     assert wanted != run_ranks(recipe, dp=1, microbatch=2, **(more | {"loss_weights": "token"}))
     runs: list[dict[str, Any]] = [
@@ -111,7 +124,7 @@ def test_a_broken_image_takes_the_weights_of_its_document_with_it(tmp_path: Path
 
 def test_weights_that_no_batch_would_carry_are_refused(tmp_path: Path) -> None:
     with (
-        recipe_of(tmp_path).build(fn=weighted) as pipeline,
+        recipe_of(tmp_path).build() as pipeline,
         pytest.raises(ConfigError, match=r"loss_weights='token'"),
     ):
         take(pipeline, 1)
