@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.fixtures.memory import (
+    ELSEWHERE,
     MemoryReader,
     Recipe,
     Row,
@@ -82,12 +83,7 @@ def test_any_topology_runner_and_index_give_the_same_marks(
     recipe = recipe_of(rows, tmp_path)
     more: dict[str, Any] = {"processor": PROCESSORS[kind], "augment": AUGMENT}
     wanted = run_ranks(recipe, dp=1, microbatch=2, sequences=SEQUENCES, index="off", **more)
-    runs: list[dict[str, Any]] = [
-        {"dp": 2, "microbatch": 1, "runner": "process", "workers": 2, "index": "fill"},
-        {"dp": 1, "microbatch": 4, "index": "read"},
-        {"dp": 4, "microbatch": 1, "runner": "thread", "index": "read"},
-    ]
-    for options in runs:
+    for options in ELSEWHERE:
         assert run_ranks(recipe, sequences=SEQUENCES, **options, **more) == wanted, options
     with recipe.build(microbatch=2, **more) as pipeline:
         take(pipeline, 1)

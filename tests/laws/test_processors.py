@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tests.fixtures.films import film
 from tests.fixtures.memory import (
+    ELSEWHERE,
     Recipe,
     Row,
     dataset,
@@ -96,12 +97,7 @@ def test_any_topology_runner_and_index_give_the_same_bytes(
     more: dict[str, Any] = {"processor": image, "video_processor": video}
     wanted = run_ranks(recipe, dp=1, microbatch=2, sequences=SEQUENCES, index="off", **more)
     assert wanted
-    runs: list[dict[str, Any]] = [
-        {"dp": 2, "microbatch": 1, "runner": "process", "workers": 2, "index": "fill"},
-        {"dp": 1, "microbatch": 4, "index": "read"},
-        {"dp": 4, "microbatch": 1, "runner": "thread", "index": "read"},
-    ]
-    for options in runs:
+    for options in ELSEWHERE:
         assert run_ranks(recipe, sequences=SEQUENCES, **options, **more) == wanted, options
 
 

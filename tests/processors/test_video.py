@@ -17,6 +17,7 @@ from PIL import Image
 from tests.fixtures.films import (
     FILMS,
     RATE,
+    add_cover,
     add_film,
     by_reading,
     encode,
@@ -129,9 +130,7 @@ def test_other_streams_are_passed_by(tmp_path):
     """A cover, sound and a smaller video, all in front of the film."""
     path = tmp_path / "film.mp4"
     with av.open(path, "w") as output:
-        cover = output.add_stream("mjpeg", rate=1)
-        cover.width, cover.height, cover.pix_fmt = 200, 200, "yuvj420p"
-        cover.disposition = av.stream.Disposition.attached_pic
+        cover = add_cover(output, 200)
         sound = output.add_stream("aac", rate=48_000)
         small = add_film(output, "h264", (48, 32))
         large = add_film(output, "h264")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.fixtures.films import (
+    add_cover,
     add_film,
     by_reading,
     encode,
@@ -81,9 +82,7 @@ def test_what_is_encrypted_is_refused():
 def test_a_song_with_a_cover_is_no_video(tmp_path):
     path = tmp_path / "song.mp4"
     with av.open(path, "w") as output:
-        cover = output.add_stream("mjpeg", rate=1)
-        cover.width, cover.height, cover.pix_fmt = 64, 64, "yuvj420p"
-        cover.disposition = av.stream.Disposition.attached_pic
+        cover = add_cover(output, 64)
         sound = output.add_stream("aac", rate=48_000)
         output.mux(encode(cover, [picture(9, 64, 64)]))
         output.mux([*sound.encode(silence()), *sound.encode(None)])

@@ -37,12 +37,19 @@ TOKEN_FIELDS: dict[str, np.dtype[Any]] = {
     "labels": np.dtype(np.int64),
     "loss_weights": np.dtype(np.float32),
 }
-"""A batch's (B, L) arrays of what a text says, in the order of `write_piece`; the last if asked."""
+"""A batch's (B, L) arrays of what a text says, in the order of `write_piece`: `token_fields`."""
+EMPTY = (0, IGNORE, 0)
+"""What they hold where nothing is written."""
 PLACE_FIELDS: dict[str, np.dtype[Any]] = {
     "position_ids": np.dtype(np.int64),
     "segment_ids": np.dtype(np.int32),
 }
 """Those of where it is."""
+
+
+def token_fields(*, weighted: bool) -> list[str]:
+    """Return which of `TOKEN_FIELDS` a batch has."""
+    return [*TOKEN_FIELDS][: None if weighted else -1]
 
 
 def write_piece(record: Record, start: int, stop: int, arrays: Sequence[NDArray[Any]]) -> None:
@@ -57,12 +64,11 @@ def write_piece(record: Record, start: int, stop: int, arrays: Sequence[NDArray[
     """
     ids, labels, *others = arrays
     record.write_tokens(start, stop, ids)
-    for first, last in record.trained_runs:
+    for number, (first, last) in enumerate(record.trained_runs):
         run = slice(max(first - start, 1), max(last - start, 0))
         labels[run] = ids[run]
-    for weights in others:
-        for (first, last), weight in zip(record.trained_runs, record.weights, strict=True):
-            weights[max(first - start, 1) : max(last - start, 0)] = weight
+        for weights in others:
+            weights[run] = record.weights[number]
 
 
 class Text(NamedTuple):
@@ -98,7 +104,7 @@ class Assembly:
         self.media = {PIXELS: MediaPlan(images), VIDEO_PIXELS: MediaPlan(videos)}
         for row, sequence in enumerate(sequences):
             self._find_images(row, sequence)
-        self.fields = tuple(TOKEN_FIELDS)[: None if weighted else -1]
+        self.fields = token_fields(weighted=weighted)
         shape = (len(sequences), max_length)
         arrays: dict[str, tuple[tuple[int, ...], str]]
         fields = TOKEN_FIELDS | PLACE_FIELDS
@@ -119,7 +125,7 @@ class Assembly:
     def fill_tokens(self, arrays: Mapping[str, NDArray[Any]], *, pad_id: int) -> None:
         """Write every token array in full, for slabs carry old bytes; but not `texts`."""
         tokens = [arrays[name] for name in self.fields]
-        for array, empty in zip(tokens[1:], (IGNORE, 0), strict=False):
+        for array, empty in zip(tokens[1:], EMPTY[1:], strict=False):
             array.fill(empty)
         positions, numbers = (arrays[name] for name in PLACE_FIELDS)
         counted = np.arange(self._length)

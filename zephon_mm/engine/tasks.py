@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.batch import IGNORE
-from zephon_mm.engine.assembly import TOKEN_FIELDS, write_piece
+from zephon_mm.engine.assembly import EMPTY, TOKEN_FIELDS, token_fields, write_piece
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
 from zephon_mm.io import Dataset, open_blob, read_blob
 from zephon_mm.measured import Measured
@@ -395,10 +394,10 @@ def _write_text(context: Context, job: Any, document: Document) -> list[NDArray[
         found = f"it gives {record.num_tokens} tokens, the index has {job.num_tokens}"
         raise _stale(context, job.ref, found)
     size = job.stop - job.start
-    dtypes = [*TOKEN_FIELDS.values()][: None if context.weighted else -1]
+    dtypes = [TOKEN_FIELDS[name] for name in token_fields(weighted=context.weighted)]
     if job.offsets is None or context.arena is None:
-        empty = zip(dtypes, (0, IGNORE, 0), strict=False)
-        arrays = [np.full(size, value, dtype=dtype) for dtype, value in empty]
+        filled = zip(EMPTY, dtypes, strict=False)
+        arrays = [np.full(size, value, dtype=dtype) for value, dtype in filled]
         write_piece(record, job.start, job.stop, arrays)
         return arrays
     places = zip(job.offsets, dtypes, strict=True)
