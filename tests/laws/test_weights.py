@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fixtures.memory import (
+    ELSEWHERE,
     MemoryReader,
     Recipe,
     dataset,
@@ -93,18 +94,8 @@ def test_any_topology_runner_and_index_give_the_same_weights(tmp_path: Path) -> 
     more: dict[str, Any] = {"loss_weights": "sqrt", "sequences": SEQUENCES}
     wanted = run_ranks(recipe, dp=1, microbatch=2, index="off", **more)
     assert wanted != run_ranks(recipe, dp=1, microbatch=2, **(more | {"loss_weights": "token"}))
-    runs: list[dict[str, Any]] = [
-        {"dp": 2, "microbatch": 1, "runner": "process", "workers": 2, "index": "fill"},
-        {"dp": 1, "microbatch": 4, "index": "read"},
-        {
-            "dp": 4,
-            "microbatch": 1,
-            "runner": "thread",
-            "index": "read",
-            "memory_budget_bytes": 1 << 16,
-        },
-    ]
-    for options in runs:
+    little = {**ELSEWHERE[-1], "memory_budget_bytes": 1 << 16}
+    for options in (*ELSEWHERE[:-1], little):
         assert run_ranks(recipe, **options, **more) == wanted, options
 
 
