@@ -305,7 +305,7 @@ def test_renaming_and_wrong_names() -> None:
     assert not {"pixel_values", "labels"} & set(renamed)
     with pytest.raises(ConfigError, match=r"no such keys: \['mask'\]; there are \['cu_seq_lens_k'"):
         batch.to_training(rename={"mask": "m"})
-    with pytest.raises(ConfigError, match="varlen, block or sdpa, got 'flash'"):
+    with pytest.raises(ConfigError, match="varlen, block, sdpa, full, got 'flash'"):
         batch.to_training(attention="flash")  # type: ignore[arg-type]
 
 

@@ -61,8 +61,8 @@ def same_sequence(sequence: PackedSequence) -> PackedSequence:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda p: p.interleave(tokenizer=byte_level_bpe()), "one .interleave or .tokenize"),
-        (lambda p: p.tokenize(tokenizer_id=byte_level_bpe()), "one .interleave or .tokenize"),
+        (lambda p: p.interleave(tokenizer=byte_level_bpe()), "one .interleave, .tokenize or"),
+        (lambda p: p.tokenize(tokenizer_id=byte_level_bpe()), "one .interleave, .tokenize"),
         (lambda p: p.map(same), r"\.map takes documents: put it before"),
         (lambda p: p.filter(keep), r"\.filter takes documents: put it before"),
         (lambda p: p.shuffle(buffer_size=2), r"\.shuffle counts packed .* after \.pack_flat"),

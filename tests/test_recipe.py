@@ -103,7 +103,7 @@ def test_every_recipe_here_loads_without_its_data_and_reads_back_as_written(
         ("[pack]", "[image_processor]\nsize = [1]\n[pack]", r"size must be an integer or a list"),
         ("[pack]", "[image_processor]\npatch_size = 0\n[pack]", r"holds no patch of patch_size=0"),
         ("[pack]", "[image_processor]\npreset = 'big'\n[pack]", r"'big' is no preset"),
-        ("[pack]", "[tokenize]\ntokenizer_id = 'x'\n[pack]", r"either \[interleave\] or \[tok"),
+        ("[pack]", "[tokenize]\ntokenizer_id = 'x'\n[pack]", r"one of \[interleave\], \[tok"),
         ("[pack]", "image_token = 3\n[pack]", r"\[interleave\]: image_token must be text, got 3"),
         ("[pack]", "pack = [", r"is not a TOML file"),
     ],

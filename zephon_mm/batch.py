@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ IGNORE = -100
 PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
 """The names of a batch's pixel arrays: of images, of videos."""
 
-Attention = Literal["varlen", "block", "sdpa"]
+Attention = Literal["varlen", "block", "sdpa", "full"]
+ATTENTIONS = get_args(Attention)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +162,9 @@ class Batch:
                 "eager" would add a bool mask to the scores.
                 `block`: (B, L) tensors and `attention_mask`, a flex-attention `BlockMask` of the
                 same rule; transformers' Qwen-VL models have no flex attention.
+                `full`: `input_ids` (B, L) with neither mask nor labels, for rows of one document
+                whose tokens all attend to each other: `SiglipModel` and `.pair` (the text tower is
+                trained to attend to the padding too).
             shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
                 not shift. transformers' models shift by themselves: leave it off for those.
             rename: Key -> the name that your model uses for it.
@@ -200,16 +204,20 @@ class Batch:
             tensors["loss_weights"] = _shifted(weights, 0) if shift_labels else weights
         if hasattr(self.images.processor or self.videos.processor, "merge_size"):
             tensors["position_ids"] = self.mrope_position_ids()
-        if attention == "varlen":
+        if attention == "full":
+            if int(self.segment_ids.max()) > 1:
+                raise ConfigError("attention='full' is for rows of one document: use .pair")
+            tensors = {"input_ids": self.input_ids}
+        elif attention == "varlen":
             tensors = {k: v.reshape(*v.shape[:-2], 1, -1) for k, v in tensors.items()}
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = self.cu_seqlens
         elif attention not in ("sdpa", "block"):
-            raise ConfigError(f"attention must be varlen, block or sdpa, got {attention!r}")
+            raise ConfigError(f"attention must be {', '.join(ATTENTIONS)}, got {attention!r}")
         tensors = {name: value.to(device) for name, value in tensors.items()}
         if attention == "varlen":
             tensors["max_length_q"] = tensors["max_length_k"] = self.max_seqlen
             tensors["use_cache"] = False
-        else:
+        elif attention != "full":
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
         tensors |= self.images.training(

@@ -19,6 +19,7 @@ from zephon_mm.meshes import without_mesh
 from zephon_mm.ops.interleave import Interleave, LossWeights
 from zephon_mm.ops.map import Filter, Map
 from zephon_mm.ops.pack import LOOKAHEAD, Algorithm, Order, PackConfig
+from zephon_mm.ops.pair import Pair
 from zephon_mm.ops.tokenize import Tokenize
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.options import Options, check_names
@@ -132,11 +133,9 @@ class Builder:
         Raises:
             ConfigError: The tokenizer lacks a token that is needed, or no such template.
         """
-        wrong = "interleave: {}_processor takes a processor such as {}(), got {!r}"
-        if image_processor is not None and not isinstance(image_processor, ImageProcessor):
-            raise ConfigError(wrong.format("image", "SigLIPProcessor", image_processor))
-        if video_processor is not None and not isinstance(video_processor, VideoProcessor):
-            raise ConfigError(wrong.format("video", "SigLIPVideoProcessor", video_processor))
+        for one, kind in ((image_processor, ImageProcessor), (video_processor, VideoProcessor)):
+            if one is not None:
+                _check_processor("interleave", one, kind)
         check_types(Builder.interleave, "interleave", loss_weights=loss_weights)
         loaded = TextTokenizer.load(
             tokenizer, image_token=image_token, video_token=video_token, eos=eos
@@ -166,6 +165,44 @@ class Builder:
         """Turn one text field of every sample into tokens; arguments as for `interleave`."""
         stage = Tokenize(TextTokenizer.load(tokenizer_id, eos=eos), field, eos=eos)
         return self._build(stages=self._stages.with_interleave(stage, parallelism))
+
+    def pair(
+        self,
+        *,
+        tokenizer: Any,
+        image_processor: ImageProcessor,
+        max_length: int = 64,
+        lowercase: bool = True,
+        augment: Augment | None = None,
+        parallelism: int | None = None,
+    ) -> Self:
+        """Make each image and its caption one sequence, for the two towers of SigLIP.
+
+        A sequence is the caption, the end token, and padding; in place of `.interleave` and
+        `.pack_flat`. `batch.to_training(attention="full")` gives what `SiglipModel` takes.
+
+        Args:
+            tokenizer: As for `interleave`; needs no image token.
+            image_processor: What images become.
+            max_length: Tokens of a sequence: those that the text tower was trained with. A longer
+                caption is cut, ends with the end token, and is counted as truncated.
+            lowercase: Make captions lower case, as all SigLIP models were trained. What else a
+                model's tokenizer does (SigLIP 1 removes punctuation) is in its own file.
+            augment: As for `interleave`.
+            parallelism: As for `interleave`.
+
+        Raises:
+            ConfigError: The tokenizer has no end token.
+        """
+        check_types(Builder.pair, "pair", max_length=max_length, lowercase=lowercase)
+        _check_processor("pair", image_processor, ImageProcessor)
+        if max_length < 2:
+            raise ConfigError(f"pair: max_length must be at least 2, got {max_length}")
+        pack = PackConfig(max_length, max_images=1, overlong="truncate", order="keep")
+        loaded = TextTokenizer.load(tokenizer, lowercase=lowercase)
+        stage = Pair(loaded, image_processor, augment=augment, length=max_length)
+        stages = self._stages.with_interleave(stage, parallelism)
+        return self._build(stages=stages.with_sequence(PackStage(pack)))
 
     def mix(self, *, by: Literal["tokens"] = "tokens") -> Self:
         """Make the mixture's weights exact shares of the tokens that are packed.
@@ -278,3 +315,12 @@ class Builder:
         self._stages = stages or self._stages
         self._batching = batching
         return self
+
+
+def _check_processor(operator: str, processor: Any, kind: type) -> None:
+    if not isinstance(processor, kind):
+        name = kind.__name__.removesuffix("Processor").lower()
+        example = "SigLIPProcessor" if name == "image" else "SigLIPVideoProcessor"
+        raise ConfigError(
+            f"{operator}: {name}_processor takes a processor such as {example}(), got {processor!r}"
+        )

@@ -62,7 +62,9 @@ def validate(
         _validate_raw(stages, options)
         return
     if stages.fields is not None:
-        raise ConfigError("batch(fields=...) is for raw samples: leave out .interleave, .tokenize")
+        raise ConfigError(
+            "batch(fields=...) is for raw samples: leave out .interleave, .tokenize, .pair"
+        )
     if stages.packing is None:
         raise ConfigError("the pipeline has no .pack_flat(max_length=...)")
     lanes = options.canonical_replicas

@@ -6,7 +6,8 @@
     [options]            of zephon_mm.options.Options
     [image_processor]    kind = "siglip" and its settings, or preset = "..."; left out for text
     [video_processor]    the same for videos; one of frames takes [image_processor] for its `image`
-    [interleave]         of Pipeline.interleave; or [tokenize], of Pipeline.tokenize
+    [interleave]         of Pipeline.interleave; or [tokenize], of Pipeline.tokenize; or [pair], of
+                         Pipeline.pair, which packs too
     [mix] [pack] [shuffle] [batch]     of Pipeline.mix, .pack_flat, .shuffle, .batch
 
 Laws (tests/test_recipe.py):
@@ -45,7 +46,8 @@ from zephon_mm.stages import ShuffleStage
 from zephon_mm.tables import Knob, Table, checked, dump, knobs_of, unknown
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
-_REQUIRED = ("datasets", "source", "pack", "batch")
+_REQUIRED = ("datasets", "source", "batch")
+_TOKENS = ("interleave", "tokenize", "pair")
 Check = Callable[[Table, Path], Table]
 
 
@@ -97,7 +99,7 @@ class Recipe:
             with _at(self.file, "datasets", number):
                 self._check_exists("path", settings["path"])
                 dataset = Dataset.from_path(**settings)
-                if "interleave" in self.tables:
+                if "tokenize" not in self.tables:
                     detect_schema(dataset)  # an unknown one is told here, with its section
                 datasets.append(dataset)
         with _at(self.file, "source"):
@@ -116,11 +118,11 @@ class Recipe:
             image = _processor(tables.get("image_processor"))
         with _at(self.file, "video_processor"):
             video = _processor(tables.get("video_processor"), image)
-        with _at(self.file, "interleave"):
-            self._check_exists("tokenizer", tables["interleave"]["tokenizer"])
-            pipeline.interleave(
-                image_processor=image, video_processor=video, **tables["interleave"]
-            )
+        name = "pair" if "pair" in tables else "interleave"
+        with _at(self.file, name):
+            self._check_exists("tokenizer", tables[name]["tokenizer"])
+            videos = {} if name == "pair" else {"video_processor": video}
+            getattr(pipeline, name)(image_processor=image, **videos, **tables[name])
 
     def _check_exists(self, key: str, value: Any) -> None:
         """Find a missing file here, where it is known what makes it; patterns are the reader's."""
@@ -169,11 +171,16 @@ def _check_sections(tables: Table, file: Path) -> None:
     for name in _REQUIRED:
         if not tables.get(name):
             raise ConfigError(f"{file}: {_WORDS.get(name, f'the section [{name}]')} is missing")
-    if ("interleave" in tables) == ("tokenize" in tables):
-        raise ConfigError(f"{file}: give either [interleave] or [tokenize], and only one of them")
-    for name in ("image_processor", "video_processor"):
-        if name in tables and "tokenize" in tables:
-            raise ConfigError(f"{file}: [tokenize] reads no image and no video: remove [{name}]")
+    if len(given := [name for name in _TOKENS if name in tables]) != 1:
+        raise ConfigError(f"{file}: give one of [{'], ['.join(_TOKENS)}], found {given}")
+    if ("pack" in tables) == (given == ["pair"]):
+        raise ConfigError(
+            f"{file}: the section [pack] is {'not for [pair]' if 'pack' in tables else 'missing'}"
+        )
+    unused = {"tokenize": ("image_processor", "video_processor"), "pair": ("video_processor",)}
+    for name in unused.get(given[0], ()):
+        if name in tables:
+            raise ConfigError(f"{file}: [{given[0]}] reads no {name[:5]}: remove [{name}]")
 
 
 _WORDS = {"datasets": "a section [[datasets]] for each dataset", "data_from": "text, a command"}
@@ -284,6 +291,7 @@ _CHECKS: dict[str, Check] = {
     "video_processor": _processor_table,
     "interleave": _tokens(Pipeline.interleave, "tokenizer", "image_processor", "video_processor"),
     "tokenize": _tokens(Pipeline.tokenize, "tokenizer_id"),
+    "pair": _tokens(Pipeline.pair, "tokenizer", "image_processor"),
     "mix": _section(Pipeline.mix),
     "pack": _section(PackConfig, PackConfig),
     "shuffle": _section(Pipeline.shuffle, ShuffleStage),

@@ -176,15 +176,15 @@ class Stages:
         return replace(self, documents=(*self.documents, stage)).limited(parallelism)
 
     def with_interleave(self, stage: Interleave | Tokenize, parallelism: int | None) -> "Stages":
-        """Set `.interleave` or `.tokenize`.
+        """Set `.interleave`, `.tokenize` or `.pair`.
 
         Raises:
             ConfigError: There is one already.
         """
         if self.interleave is not None:
-            raise ConfigError("a pipeline has one .interleave or .tokenize")
+            raise ConfigError("a pipeline has one .interleave, .tokenize or .pair")
         if self.sequences:
-            raise ConfigError(".interleave and .tokenize come before .shuffle")
+            raise ConfigError(".interleave, .tokenize and .pair come before .shuffle")
         return replace(self, interleave=stage).limited(parallelism)
 
     def with_sequence(self, stage: SequenceStage) -> "Stages":

@@ -99,15 +99,17 @@ class Interleave:
                 "augment= needs an image processor whose `write` takes `change`, got "
                 f"{self.image_processor!r}"
             )
-        if self.image_processor is not None:
-            self.tokenizer.require_image_id()
-        if self.video_processor is not None and self.tokenizer.video_id is None:
-            self.tokenizer.require_image_id()
+        self._check_ids()
         if self.eos and self.tokenizer.eos_id is None:
             raise ConfigError(
                 "eos=True, but the tokenizer has no end-of-document token. Name one when loading "
                 "it with eos='...', or set eos=False."
             )
+
+    def _check_ids(self) -> None:
+        video = self.video_processor is not None and self.tokenizer.video_id is None
+        if self.image_processor is not None or video:
+            self.tokenizer.require_image_id()
 
     def measure(
         self,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import Lowercase, Sequence
 
 from zephon_mm.errors import ConfigError
 from zephon_mm.processors.template import CONTROL, MEDIA, ChatTemplate
@@ -122,6 +123,7 @@ class TextTokenizer:
         image_end: str | None = None,
         video_token: str | None = None,
         eos: bool | str = True,
+        lowercase: bool = False,
     ) -> Self:
         """Return the tokenizer that `spec` names.
 
@@ -133,11 +135,15 @@ class TextTokenizer:
             image_end: The token after it.
             video_token: The placeholder's name; None looks for the usual ones.
             eos: Whether an end token is needed, or its name.
+            lowercase: Make texts lower case before all else.
 
         Raises:
             ConfigError: There is no such tokenizer, it has no fast backend, or it lacks a token.
         """
         tokenizer, names = _open(spec)
+        if lowercase:
+            others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+            tokenizer.normalizer = Sequence([Lowercase(), *others])
         return cls(
             tokenizer,
             names,
