@@ -4,6 +4,7 @@ Real encoders and a real language model of transformers, tiny and with random we
 SigLIP 2 NaFlex, Qwen3.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.fixtures.memory import Recipe, dataset, random_rows, take, write_imag
 from zephon_mm.batch import Attention, Batch
 from zephon_mm.media import Media
 from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor
+from zephon_mm.records import Document, Message, Text
 
 DIM = 32
 LENGTH = 96
@@ -88,16 +90,33 @@ def only(media: Media, numbers: list[int]) -> dict[str, Any]:
     return {name: value[numbers] for name, value in found.items()}
 
 
+def as_conversation(document: Document) -> Document:
+    """Ask all that a document holds, in two turns, and answer each."""
+    halves = document.segments[:2], document.segments[2:]
+    turns: list[Message] = []
+    for half in filter(None, halves):
+        answer = Text(f"a fox {len(turns)}")
+        turns += [Message("user", half), Message("assistant", (answer,))]
+    return replace(document, segments=(), messages=tuple(turns))
+
+
+CHATS: dict[str, Any] = {"fn": as_conversation, "template": "chatml"}
+
+
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "block"])
-@pytest.mark.parametrize("kind", list(PROCESSORS))
+@pytest.mark.parametrize(
+    ("kind", "chats"), [("siglip", {}), ("naflex", {}), ("siglip", CHATS), ("naflex", CHATS)]
+)
 def test_a_packed_document_gets_the_logits_that_it_gets_alone(
-    kind: str, attention: Attention, tmp_path: Path
+    kind: str, chats: dict[str, Any], attention: Attention, tmp_path: Path
 ) -> None:
     rows = random_rows(3, 24, write_images(tmp_path))
-    recipe = Recipe(datasets=(dataset("d", rows),), max_length=LENGTH, global_batch_size=2)
-    with recipe.build(processor=PROCESSORS[kind], microbatch=2) as pipeline:
+    length = 2 * LENGTH if chats else LENGTH
+    recipe = Recipe(datasets=(dataset("d", rows),), max_length=length, global_batch_size=2)
+    with recipe.build(processor=PROCESSORS[kind], microbatch=2, **chats) as pipeline:
         batch = max(take(pipeline, 3), key=lambda batch: len(batch.image_index))
     assert len(batch.image_index) > 2
+    assert int(batch.segment_ids.max()) > 1
     torch.manual_seed(0)
     vocab_size = int(batch.input_ids.max()) + 1
     model = VLM(kind, attention, vocab_size).eval()
