@@ -73,7 +73,8 @@ def main() -> None:
         torch.distributed.init_process_group("gloo", where, world_size=ranks, rank=rank)
     contender = importlib.import_module(f"benchmarks.peers.{wanted['file']}")
     state = pickle.loads(Path(state).read_bytes()) if state else None
-    task = Task(Path(wanted["folder"]), wanted["full"], ranks, rank, state)
+    shared = Path(wanted["meet"]).parent
+    task = Task(Path(wanted["folder"]), wanted["full"], ranks, rank, state, shared)
     loader = getattr(contender, wanted["name"])(task)
     batches = iter(loader.batches)
     if not steps:

@@ -35,13 +35,14 @@ SAMPLES, DOCUMENTS, PACKS = 256, 8, 2
 
 @dataclass(frozen=True)
 class Task:
-    """What to deliver, on which rank, from which state on."""
+    """What to deliver, on which rank, from which state on; `shared` is a folder of all ranks."""
 
     folder: Path
     full: bool
     ranks: int = 1
     rank: int = 0
     state: Any = None
+    shared: Path = Path()
 
     @property
     def samples(self) -> int:
