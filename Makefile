@@ -30,7 +30,7 @@ demo: setup  ## Make a small data set, load it, train a tiny model, kill and res
 	$(BIN)/zephon-mm demo
 
 test: setup  ## Run all tests
-	$(BIN)/python -m pytest -n $(JOBS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
 
 check: setup  ## Lint, check the format, check the types
 	$(BIN)/ruff check
