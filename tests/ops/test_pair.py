@@ -23,7 +23,7 @@ from zephon_mm.io import Dataset
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor, TileProcessor
 from zephon_mm.recipe import load_recipe
-from zephon_mm.records import Image, Text
+from zephon_mm.records import Image, Text, Video
 from zephon_mm.work import StaticMixtureWorkSource
 
 CAPTIONS = [
@@ -262,13 +262,16 @@ def test_what_is_no_pair_is_skipped_by_name(
     (blob, *_) = write_images(tmp_path)
     pair = (Image(blob), Text("a"))
     rows = [pair, (Text("alone"),), (*pair, Text("b")), (Image(blob), Image(blob)), pair, pair]
+    rows.append((*pair, Video(blob)))
     recipe = Recipe(
         datasets=(dataset("d", rows),), pair=True, lanes=1, passes=1, max_error_rate=1.0, tail="pad"
     )
     with recipe.build() as pipeline:
         keys = [batch.keys[0] for batch in pipeline]
-        assert pipeline.metrics()["skipped"]["no_pair"] == 3
+        assert pipeline.metrics()["skipped"]["no_pair"] == 4
+        told = "".join(pipeline.metrics()["defects"])
     assert len([key for key in keys if key]) == 3
+    assert "found 1 images, 1 texts, 1 videos, expected one image and one text" in told
     pipeline.explain()
     assert ".pair, images: SigLIPProcessor" in capsys.readouterr().out
 

@@ -58,7 +58,8 @@ class Pair(Interleave):
         images = [one for one in document.segments if isinstance(one, Image)]
         texts = [one.text for one in document.segments if isinstance(one, Text)]
         if len(document.segments) != 2 or len(images) != 1 or len(texts) != 1:
-            found = f"{len(images)} images, {len(texts)} texts, {len(document.messages)} turns"
+            others = len(document.segments) - len(images) - len(texts)
+            found = f"{len(images)} images, {len(texts)} texts, {others} videos"
             raise SampleError("no_pair", f"found {found}, expected one image and one text")
         media = next(iter(known), None) or self._shape(images[0], blobs)
         if media.parts:
