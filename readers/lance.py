@@ -10,8 +10,8 @@ Laws (tests/readers/test_lance.py, tests/contracts/reader.py):
     5. Forked and spawned processes read the same (test_lance_processes.py, readers.lancesource).
 
 A column holds images if its type says so: binary, a Lance blob, a struct of `bytes` and `path`, or
-a list of binaries or structs. A null among plain binaries or structs looks like an image until it
-is fetched, because Lance stores nulls among the payloads; then it is `no_image`.
+a list of binaries or structs. A null among plain binaries, or structs without a path, looks like an
+image until it is fetched, because Lance stores nulls among the payloads; then it is `no_image`.
 
 Cost: one take for a block of rows; one for an image (0.4 ms), and the last few stay in memory.
 
@@ -179,12 +179,12 @@ class LanceReader(Sharded):
 
     def _values(self, shard: int, rows: list[int], name: str, table: pa.Table) -> list[Any]:
         """Return a column's values, images as blobs."""
-        kind = self._holders[name].kind
+        kind, projection = self._holders[name]
         if kind in ("text", "value"):
             return list(table[name].to_pylist())
-        if kind in ("bytes", "struct"):
+        if projection is None:
             return [RowBlob(shard, row, name) for row in rows]
-        if kind == "blob":
+        if kind in ("blob", "struct"):
             pairs = zip(rows, pc.is_valid(table[name]).to_pylist(), strict=True)
             return [RowBlob(shard, row, name) if there else None for row, there in pairs]
         counts = pc.list_value_length(table[name]).to_pylist()

@@ -135,10 +135,12 @@ def _holder(field: pa.Field) -> Holder:
     is_blob = (field.metadata or {}).get(b"lance-encoding:blob") == b"true"
     if is_blob or getattr(kind, "extension_name", "") == "lance.blob.v2":
         return Holder("blob", name)
-    if is_binary(kind) or is_picture(kind):
-        return Holder("bytes" if is_binary(kind) else "struct", None)
+    if is_binary(kind):
+        return Holder("bytes", None)
+    # Paths tell which pictures are there, and load no payload.
+    if is_picture(kind):
+        return Holder("struct", None if kind.get_field_index("path") < 0 else f"{name}.path")
     if is_list(kind) and (is_binary(kind.value_type) or is_picture(kind.value_type)):
-        # Paths tell which items are there, and load no payload.
         inner = f"{name}.{kind.value_field.name}.path"
         has_paths = is_picture(kind.value_type) and kind.value_type.get_field_index("path") >= 0
         return Holder("list", inner if has_paths else name)

@@ -167,6 +167,13 @@ def test_a_thumbnail_lies_in_the_middle_of_its_tokens_and_a_broken_one_is_framed
     assert shows(found, BROKEN).tolist() == [False, False, False, True, True]
 
 
+def test_a_picture_without_tokens_stands_in_the_middle_of_its_row() -> None:
+    rows = [Row("pair", 100, [Span(0, 20, "d/0", "d")], [Span(0, 0, pixels=GREEN)], [])]
+    (picture,) = draw_rows(rows).axes[0].images
+    left, right, *_ = picture.get_extent()
+    assert left < 50 == (left + right) / 2 < right
+
+
 def test_a_box_is_framed_where_it_is_in_the_thumbnail() -> None:
     image = Span(10, 60, pixels=GREEN, boxes=[(0.25, 0.5, 0.75, 1.0)])
     axes = draw_rows([Row("row", 100, [Span(0, 80, "d/0", "d")], [image], [])]).axes[0]

@@ -162,9 +162,10 @@ class Batch:
                 "eager" would add a bool mask to the scores.
                 `block`: (B, L) tensors and `attention_mask`, a flex-attention `BlockMask` of the
                 same rule; transformers' Qwen-VL models have no flex attention.
-                `full`: `input_ids` (B, L) with neither mask nor labels, for rows of one document
-                whose tokens all attend to each other: `SiglipModel` and `.pair` (the text tower is
-                trained to attend to the padding too).
+                `full`: `input_ids` with neither mask nor labels, for rows of one document whose
+                tokens all attend to each other: `SiglipModel` and `.pair` (the text tower is
+                trained to attend to the padding too). Rows of padding alone are left out, or come
+                last where `pad_images_to` asks for more pictures: text i is that of picture i.
             shift_labels: Give labels[i] = token i + 1 of the same document, for trainers that do
                 not shift. transformers' models shift by themselves: leave it off for those.
             rename: Key -> the name that your model uses for it.
@@ -172,9 +173,10 @@ class Batch:
                 pipeline has videos and the batch none, so that sharded models do not wait for this
                 rank's encoder. It has no tokens: `image_index` is empty then. transformers' Qwen-VL
                 refuses what has no tokens: run its `visual` on it, and add 0 times the sum.
-            pad_images_to: Give so many images (patches, where these are packed), the last ones
-                zero, for models compiled for one shape. Not for Qwen-VL and LLaVA-NeXT, whose
-                models take no padding, nor for videos.
+            pad_images_to: Give so many images (patches, where these are packed; their boundaries
+                and grids are still as many as there are images), the last ones zero, for models
+                compiled for one shape. Not for Qwen-VL and LLaVA-NeXT, whose models take no
+                padding, nor for videos.
             omit_empty: Leave `pixel_values` and what belongs to it out where the batch has no
                 image: transformers' models fail on tensors without rows. Otherwise the keys are the
                 same in each batch.
@@ -193,6 +195,9 @@ class Batch:
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating torch.dtype, got {dtype!r}")
+        images = self.images.training(
+            device, dtype, dummy=dummy_image, pad_to=pad_images_to, omit=omit_empty
+        )
         labels = _shifted(self.labels) if shift_labels else self.labels
         tensors: dict[str, Any] = {
             "input_ids": self.input_ids,
@@ -207,7 +212,7 @@ class Batch:
         if attention == "full":
             if int(self.segment_ids.max()) > 1:
                 raise ConfigError("attention='full' is for rows of one document: use .pair")
-            tensors = {"input_ids": self.input_ids}
+            tensors = {"input_ids": self.input_ids[self._rows_of(len(images.get(PIXELS, ())))]}
         elif attention == "varlen":
             tensors = {k: v.reshape(*v.shape[:-2], 1, -1) for k, v in tensors.items()}
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = self.cu_seqlens
@@ -220,12 +225,13 @@ class Batch:
         elif attention != "full":
             make = _dense_mask if attention == "sdpa" else _block_mask
             tensors["attention_mask"] = make(self.segment_ids.to(device))
-        tensors |= self.images.training(
-            device, dtype, dummy=dummy_image, pad_to=pad_images_to, omit=omit_empty
-        )
         videos = self.videos.training(device, dtype, dummy=dummy_image, omit=True)
-        tensors |= named_for_videos(videos)
-        return _renamed(tensors, rename or {})
+        return _renamed(tensors | images | named_for_videos(videos), rename or {})
+
+    def _rows_of(self, pictures: int) -> torch.Tensor:
+        """Return the rows that hold something, then as much padding as there are more pictures."""
+        is_padding = (self.segment_ids[:, 0] == 0).int()
+        return is_padding.argsort(stable=True)[: max(int((1 - is_padding).sum()), pictures)]
 
     def show(
         self, rows: Sequence[int] | None = None, *, decode: Callable[[list[int]], str] | None = None

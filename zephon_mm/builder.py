@@ -179,7 +179,9 @@ class Builder:
         """Make each image and its caption one sequence, for the two towers of SigLIP.
 
         A sequence is the caption, the end token, and padding; in place of `.interleave` and
-        `.pack_flat`. `batch.to_training(attention="full")` gives what `SiglipModel` takes.
+        `.pack_flat`. `batch.to_training(attention="full")` gives what `SiglipModel` takes: text i
+        is that of picture i, which is zero where `batch.image_valid[i]` is False: leave it out of
+        the loss.
 
         Args:
             tokenizer: As for `interleave`; needs no image token.

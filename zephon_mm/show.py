@@ -260,8 +260,9 @@ def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.figure.legend(handles=handles, loc="outside lower right", ncols=ncols, frameon=False)
     axes.figure.draw_without_rendering()  # fixes the layout, which thumbnails depend on
     for number, row in enumerate(rows):
-        for image in row.images:
-            _draw_thumbnail(axes, number, image)
+        for image in row.images:  # one without tokens, of a pair, stands in the middle of its row
+            stop = image.stop if image.stop > image.start else row.length
+            _draw_thumbnail(axes, number, image._replace(stop=stop))
 
 
 def _title(rows: Sequence[Row]) -> str:

@@ -12,7 +12,8 @@ Laws (tests/cli/test_convert.py):
     litdata     str, int, float, bool, bytes, jpeg, jpeg_array, all else as json
     parquet     one row group a file; values as Arrow infers them, images as structs of bytes and
                 path, which `datasets` shows as images
-    lance       one fragment a shard; likewise, with images as binaries
+    lance       one fragment a shard; likewise, with images as binaries where all rows have one:
+                among binaries its reader cannot see which are null
 
 In mds and litdata a value is json as well where some rows lack it. What no one Arrow type holds
 becomes text of JSON in parquet and lance.
@@ -296,8 +297,9 @@ class LanceWriter(ParquetWriter):
 
     def __init__(self, folder: str, columns: Columns) -> None:
         super().__init__(folder, columns)
+        always = {field.name for field in columns.schema() if not field.nullable}
         for at, field in enumerate(self._schema):
-            if is_picture(field.type):
+            if is_picture(field.type) and field.name in always:
                 self._schema = self._schema.set(at, field.with_type(pa.large_binary()))
 
     def write(self, number: int, blocks: Blocks) -> Any:

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from zephon_mm.cli.main import main
 from zephon_mm.errors import SampleError
 from zephon_mm.io import Dataset, read_blob
+from zephon_mm.processors.documents import to_document
 from zephon_mm.records import Blob
+from zephon_mm.writers import image_format
 
 FORMATS = ("webdataset", "mds", "litdata", "parquet", "lance")
 
@@ -276,9 +278,8 @@ def test_keys_that_no_member_can_have_become_numbers(tmp_path: Path) -> None:
     assert [row["text"] for row in found] == [f"t{n}" for n in range(6)]
 
 
-@pytest.mark.parametrize("fmt", ["mds", "litdata"])
-def test_pictures_of_several_formats_become_one_field(fmt: str, tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def pictures(source: Path) -> Path:
+    """Write three JPEGs and three PNGs in turn, with texts."""
     source.mkdir()
     with tarfile.open(source / "0.tar", "w") as tar:
         for number in range(6):
@@ -290,9 +291,24 @@ def test_pictures_of_several_formats_become_one_field(fmt: str, tmp_path: Path) 
                 info = tarfile.TarInfo(f"{number}.{name}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
-    assert convert(source, tmp_path / "target", "--to", fmt) == 0
+    return source
+
+
+@pytest.mark.parametrize("fmt", ["mds", "litdata"])
+def test_pictures_of_several_formats_become_one_field(fmt: str, tmp_path: Path) -> None:
+    assert convert(pictures(tmp_path / "source"), tmp_path / "target", "--to", fmt) == 0
     (found,) = read(tmp_path / "target")
     assert [sorted({*row} - {"__key__"}) for row in found] == [["image", "txt"]] * 6
+
+
+@pytest.mark.parametrize("fmt", ["parquet", "lance", "webdataset"])
+def test_a_picture_that_a_row_lacks_is_no_picture_there(fmt: str, tmp_path: Path) -> None:
+    source = pictures(tmp_path / "source")
+    assert convert(source, tmp_path / "target", "--to", fmt) == 0
+    target = Dataset.from_path("t", tmp_path / "target", cache_dir=tmp_path / "cache")
+    for number, sample in enumerate(target.reader.read(0, range(6))):
+        (image,) = to_document(sample, "caption").media
+        assert image_format(read_blob(target, image.blob)) == ("JPEG", "PNG")[number % 2]
 
 
 @pytest.mark.slow

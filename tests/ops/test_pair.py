@@ -23,7 +23,7 @@ from zephon_mm.io import Dataset
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.processors import NaFlexProcessor, SigLIPProcessor, TileProcessor
 from zephon_mm.recipe import load_recipe
-from zephon_mm.records import Image, Text
+from zephon_mm.records import Image, Text, Video
 from zephon_mm.work import StaticMixtureWorkSource
 
 CAPTIONS = [
@@ -229,19 +229,49 @@ def test_pairs_are_the_same_on_any_topology_and_with_an_index(tmp_path: Path) ->
     assert [batch.row_sha256()[0] for batch in rest] == [whole[n] for n in range(7, 16)]
 
 
+@pytest.mark.parametrize("shuffle", [None, 4])
+def test_text_i_is_that_of_picture_i_also_beside_padding(
+    tmp_path: Path, shuffle: int | None
+) -> None:
+    """Rows that were excluded in the middle leave padding in front of others."""
+    blobs = write_images(tmp_path)
+    rows = [(Image(blobs[n % 5]), Text(f"number {n}")) for n in range(60)]
+    recipe = Recipe(datasets=(dataset("d", rows),), pair=True, lanes=1, shuffle=shuffle)
+    with recipe.build(microbatch=4) as pipeline:
+        (first,) = take(pipeline, 1)
+        state = pipeline.checkpoint()
+        (second,) = take(pipeline, 1)
+    (gone,) = second.keys[1]
+    with recipe.build(microbatch=4) as pipeline:
+        (batch,) = take(pipeline.restore(state, exclude_keys=[gone]), 1)
+    assert [len(keys) for keys in batch.keys] == [1, 0, 1, 1]
+    for size, order in ((None, [0, 2, 3]), (4, [0, 2, 3, 1])):
+        given = batch.to_training(attention="full", pad_images_to=size)
+        assert torch.equal(given["input_ids"], second.input_ids[order]) is (size is None)
+        assert torch.equal(given["input_ids"], batch.input_ids[order])
+        assert len(given["pixel_values"]) == len(order)
+        wanted = second.to_training(attention="full")["pixel_values"]
+        assert torch.equal(given["pixel_values"][:3], wanted[order[:3]])
+    whole = first.to_training(attention="full", pad_images_to=4)
+    assert torch.equal(whole["input_ids"], first.input_ids)
+
+
 def test_what_is_no_pair_is_skipped_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (blob, *_) = write_images(tmp_path)
     pair = (Image(blob), Text("a"))
     rows = [pair, (Text("alone"),), (*pair, Text("b")), (Image(blob), Image(blob)), pair, pair]
+    rows.append((*pair, Video(blob)))
     recipe = Recipe(
         datasets=(dataset("d", rows),), pair=True, lanes=1, passes=1, max_error_rate=1.0, tail="pad"
     )
     with recipe.build() as pipeline:
         keys = [batch.keys[0] for batch in pipeline]
-        assert pipeline.metrics()["skipped"]["no_pair"] == 3
+        assert pipeline.metrics()["skipped"]["no_pair"] == 4
+        told = "".join(pipeline.metrics()["defects"])
     assert len([key for key in keys if key]) == 3
+    assert "found 1 images, 1 texts, 1 videos, expected one image and one text" in told
     pipeline.explain()
     assert ".pair, images: SigLIPProcessor" in capsys.readouterr().out
 
@@ -255,6 +285,17 @@ def test_what_cannot_be_a_pair_is_told(tmp_path: Path, folder: Path) -> None:
     tiles = TileProcessor(size=32, max_side=64, patch_size=16, scale_factor=1)
     with pytest.raises(ConfigError, match="takes no tiles"):
         take(pairs(folder, byte_level_bpe(), tiles), 1)
+    (blob, *_) = write_images(tmp_path)
+    heavy = dataset("d", [(Image(blob, weight=2.0), Text("a"))] * 9)
+    weighted = Recipe(datasets=(heavy,), pair=True)
+    with weighted.build() as pipeline, pytest.raises(ConfigError, match="has the loss weights"):
+        take(pipeline, 1)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats = Dataset.from_rows("d", [{"messages": turns}])
+    talk = Pipeline(StaticMixtureWorkSource([chats], {"d": 1.0}, seed=0)).options(runner="inline")
+    talk.pair(tokenizer=byte_level_bpe(), image_processor=processor).batch(microbatch_size=1)
+    with pytest.raises(ConfigError, match="data are conversations: use"):
+        take(talk, 1)
     packed = Recipe(datasets=(dataset("d", [(Text("a"),)] * 99),), max_length=64)
     with (
         packed.build() as pipeline,

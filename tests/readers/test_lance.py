@@ -112,6 +112,14 @@ def test_a_null_image_is_told_when_it_is_fetched(tmp_path: Path) -> None:
             reader.fetch(where)
 
 
+def test_a_null_struct_is_none_where_its_path_tells(tmp_path: Path) -> None:
+    rows = [{"bytes": b"a", "path": "a.png"}, None, {"bytes": b"b"}, {"bytes": b""}]
+    path = written(tmp_path / "d", pa.table({"hf": pa.array(rows, STRUCT), "text": [*"abcd"]}))
+    reader = LanceReader(path)
+    found = [row["hf"] for row in reader.read(0, [3, 1, 0, 1, 2])]
+    assert [hf if hf is None else reader.fetch(hf) for hf in found] == [b"", None, b"a", None, b"b"]
+
+
 def test_reading_all_fields_loads_no_payload(tmp_path: Path) -> None:
     payloads = [os.urandom(50_000) for _ in range(40)]
     rows = {

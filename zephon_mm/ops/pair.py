@@ -13,7 +13,7 @@ Imports: errors, processors.marks, records, ops.interleave. Used by: stages, bui
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -58,7 +58,8 @@ class Pair(Interleave):
         images = [one for one in document.segments if isinstance(one, Image)]
         texts = [one.text for one in document.segments if isinstance(one, Text)]
         if len(document.segments) != 2 or len(images) != 1 or len(texts) != 1:
-            found = f"{len(images)} images, {len(texts)} texts, {len(document.messages)} turns"
+            others = len(document.segments) - len(images) - len(texts)
+            found = f"{len(images)} images, {len(texts)} texts, {others} videos"
             raise SampleError("no_pair", f"found {found}, expected one image and one text")
         media = next(iter(known), None) or self._shape(images[0], blobs)
         if media.parts:
@@ -71,9 +72,20 @@ class Pair(Interleave):
         more = (media.grid, 0, -1, False, patches, count_marks(images[0]))
         slot = ImageSlot(images[0].blob, 0, 0, media.shape, *more)
         trained = [(0, len(ids))]
-        self._weights(trained, [document.weight])  # refuses those that would be lost
+        self._weights(trained, [document.weight * images[0].weight])  # refuses what would be lost
         text = np.array(ids, dtype=np.int32)
         return Record(ref, len(ids), text, tuple(trained), (slot,), (), -1)
+
+    def check_chat(self) -> NoReturn:
+        """Refuse conversations.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            ".pair takes images with captions, and the data are conversations: use .interleave, or "
+            "a schema function that makes a Document of one image and one text of each sample"
+        )
 
     def _check_ids(self) -> None:
         """Ask for no image token: an image has no place in the text."""
