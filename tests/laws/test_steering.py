@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fixtures.memory import Recipe, digests, take
+from tests.fixtures.memory import PROCESSOR, Recipe, digests, take
+from tests.fixtures.tokenizers import byte_level_bpe
 from tests.laws.test_distributed import torchrun, union
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.pipeline import Pipeline
 from zephon_mm.work import StaticMixtureWorkSource
 
 pytestmark = [
@@ -148,11 +150,51 @@ def test_what_cannot_be_is_an_error_and_changes_nothing(base: Recipe) -> None:
         assert digests(take(pipeline, 9)) == rows
     with replace(base, passes=1).build() as pipeline, pytest.raises(ConfigError, match="no end"):
         pipeline.steer(lambda _: FIRST)
+    with base.build(dp=2) as pipeline, pytest.raises(ConfigError, match="need a group="):
+        pipeline.steer(lambda _: FIRST)
     dealt = replace(base, global_batch_size=8)
     with dealt.build(dp=2, balance=True) as pipeline:
         take(pipeline, 1)
         with pytest.raises(CheckpointError, match="step's end"):
             pipeline.steer(lambda _: FIRST)
+
+
+def steerable(base: Recipe, weights: Mapping[str, float], **options: Any) -> Pipeline:
+    source = StaticMixtureWorkSource(base.datasets, weights, 0, **options)
+    return (
+        Pipeline(source)
+        .options(canonical_replicas=3, chunk_size=3, flush_every_k_chunks=2, runner="inline")
+        .interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+        .pack_flat(max_length=64)
+        .batch(microbatch_size=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "choice"), [("all_exhausted", SECOND), ("error", SECOND), ("first_exhausted", HALVES)]
+)
+def test_an_endless_run_cannot_be_steered_to_an_end(base: Recipe, stop: str, choice: Any) -> None:
+    options = {"max_passes": {"b": 3}, "stop": stop}
+    if stop == "first_exhausted":
+        options |= {"curriculum": [(1, FIRST)], "windows_per_step": 1.0}
+    with steerable(base, HALVES, **options) as pipeline:
+        take(pipeline, 3)
+        with pytest.raises(ConfigError, match="would let this endless run end, by max_passes"):
+            pipeline.steer(lambda _: choice)
+        assert pipeline.checkpoint()["lineage"] == []
+        assert len(take(pipeline, 9)) == 9
+
+
+def test_a_dataset_that_began_without_weight_may_be_named_and_cannot_join(base: Recipe) -> None:
+    with steerable(base, FIRST) as pipeline:
+        pipeline.steer(lambda _: FIRST)
+        assert names(take(pipeline, 3)) == {"a"}
+        with pytest.raises(ConfigError, match=r"datasets are \['a'\]"):
+            pipeline.steer(lambda _: HALVES)
+        state = json.loads(json.dumps(pipeline.checkpoint()))
+        rows = digests(take(pipeline, 9))
+    with steerable(base, FIRST) as pipeline:
+        assert digests(take(pipeline.restore(state), 9)) == rows
 
 
 @pytest.mark.slow

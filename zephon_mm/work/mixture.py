@@ -313,6 +313,8 @@ class StaticMixtureWorkSource:
 
     def with_turn(self, window: int, weights: Mapping[str, float]) -> Self:
         """Return a copy with other weights of its datasets from a window on, for good."""
+        idle = self._given.keys() - {dataset.name for dataset in self._datasets}
+        weights = {name: weight for name, weight in weights.items() if weight or name not in idle}
         turn = {**dict.fromkeys(self._given, 0.0), **check_mixture(self._datasets, weights)}
         source = copy.copy(self)
         source._program = [*(one for one in self._program if one[0] < window), (window, turn)]
