@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.contracts.work_source import check_work_source
+from tests.contracts.work_source import check_in_another_process, check_work_source
 from tests.fixtures.memory import Recipe, digests, run_ranks, take
 from tests.fixtures.servers import Answer, Server, running
 from zephon_mm.checkpoint import merge_checkpoints
@@ -67,6 +67,7 @@ def served(recipe: Recipe, server: Weights) -> Served:
 
 def test_it_keeps_the_contract_of_work_sources(served: Served, server: Weights) -> None:
     check_work_source(served.source().with_windows(2))
+    check_in_another_process(served.source().with_windows(2))
     work = served.source()
     state = work.start(0, 1)
     server.mood = 1  # in a process the first answer stands
