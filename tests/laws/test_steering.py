@@ -111,6 +111,21 @@ def test_it_may_be_called_before_the_first_batch_and_after_a_restore(base: Recip
         assert len(pipeline.checkpoint()["lineage"]) == 2
 
 
+def test_a_restore_forgets_what_an_earlier_one_was_steered_to(base: Recipe) -> None:
+    states, rows = [], []
+    for groups, choice in ((0, FIRST), (7, SECOND), (3, None)):
+        with base.build() as pipeline:
+            take(pipeline, groups)
+            pipeline.steer(lambda _, choice=choice: choice)
+            states.append(json.loads(json.dumps(pipeline.checkpoint())))
+            rows.append(digests(take(pipeline, 30)))
+    for order in ((0, 1), (1, 0), (0, 2), (2, 1)):
+        with base.build() as pipeline:
+            for number in order:
+                pipeline.restore(states[number])
+            assert digests(take(pipeline, 30)) == rows[order[-1]]
+
+
 def test_it_ends_a_curriculum(base: Recipe) -> None:
     class Turning(Recipe):
         def source(self) -> StaticMixtureWorkSource:
