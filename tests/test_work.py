@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contracts.work_source import check_work_source
+from tests.contracts.work_source import check_in_another_process, check_work_source
 from zephon_mm.errors import ConfigError
 from zephon_mm.records import ShardInfo
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
@@ -143,6 +143,11 @@ def test_it_keeps_the_contract_of_work_sources(options: dict[str, Any]) -> None:
     data = [Rows("a", [30, 0, 7]), Rows("b", [11])]
     check_work_source(source(*data, weights=[3, 1], **options))
     check_work_source(source(*data, stop="all_exhausted", **options), num_lanes=8)
+
+
+@pytest.mark.slow
+def test_another_process_gets_the_same_chunks() -> None:
+    check_in_another_process(source(Rows("a", [30, 0, 7]), Rows("b", [11]), weights=[3, 1]))
 
 
 def test_threads_that_share_a_source_get_what_each_would_alone() -> None:

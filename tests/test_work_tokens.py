@@ -1,5 +1,6 @@
 """The source's laws for shares of tokens, schedules, and datasets that are used up."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -128,7 +129,12 @@ def test_max_passes_take_the_place_of_those_of_all() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "found"),
-    [({"c": 1}, r"max_passes: unknown dataset 'c'"), ({"a": 0}, "at least 1, got 0 for a")],
+    [
+        ({"c": 1}, r"max_passes: unknown dataset 'c'"),
+        ({"a": 0}, "at least 1, got 0 for a"),
+        ({"a": 1.5}, r"at least 1, got 1\.5 for a"),
+        ({"a": "2"}, "at least 1, got '2' for a"),
+    ],
 )
 def test_passes_that_cannot_be_are_named(passes: dict[str, int], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
@@ -162,6 +168,8 @@ def test_a_turn_of_the_curriculum_holds_from_its_window_in_every_lane(rate: Any)
         ([(4, {"a": 1, "b": 1})], None, r"in windows \[0\]. .*windows_per_step.*got None"),
         ([(4, {"a": 1, "b": 1})], [1.0, 2.0], r"one for the steps before each turn, got \[1.0, 2"),
         ([(4, {"a": 1, "b": 1})], -1.0, r"in windows \[-4\]"),
+        ([(4, {"a": 1, "b": 1})], math.nan, r"in windows \[0\].*got nan"),
+        ([(4, {"a": 1, "b": 1})], math.inf, r"in windows \[0\].*got inf"),
         ([(4, {"a": 1})], 1.0, r"mixture names \['a'\]"),
         ([(1, {"a": 1, "b": 1})], 0.1, r"in windows \[0\]. Give ascending steps, at least"),
         ([(9, {"a": 1, "b": 1}), (9, {"a": 1, "b": 1})], 1.0, r"in windows \[9, 9\]"),

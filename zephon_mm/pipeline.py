@@ -304,16 +304,19 @@ class Pipeline(Builder):
         """Let a callback choose the mixture's weights; call it on every rank at the end of a step.
 
         `decide(metrics())` is called on the first rank, and returns a weight for each dataset that
-        the source has, or None for no change. They hold from a window on that no lane of any rank
-        has begun. States know them, so that a restore gives the same batches and asks nobody.
+        the source draws from, or None for no change. Those that began with weight 0, and have none
+        in a curriculum, cannot join. The weights hold from a window on that no lane of any rank has
+        begun. States know them, so that a restore gives the same batches and asks nobody.
 
         Args:
             decide: The callback.
             group: A CPU process group: collective. None with one rank.
 
         Raises:
-            ConfigError: The weights are no mixture of the datasets, or the source cannot change.
+            ConfigError: The weights are no mixture of the datasets, or would end the run; the
+                source cannot change; several ranks have no group.
             CheckpointError: A step is dealt and not over.
+            RuntimeError: The callback raised on the first rank; there, its own exception.
         """
         self._check_open()
         if self._stages.raw or self._finite or not hasattr(self._source, "with_turn"):
@@ -322,17 +325,26 @@ class Pipeline(Builder):
             )
         if self._position.dealt:
             raise CheckpointError("steer: the step is dealt by weight; call it at the step's end")
-        first = group is None or dist.get_rank(group) == 0
-        choice = decide(self.metrics()) if first else None
+        if group is None and self._topology().dp_degree > 1:
+            raise ConfigError("steer: several ranks need a group=..., of all of them, on CPU")
+        choice = _chosen(decide, self.metrics, group)
 
         def agree(newest: int) -> Any:
             said = [(newest, choice)] if group is None else gather((newest, choice), group)
             weights = said[0][1]
             if weights is None:
                 return None
+            if isinstance(weights, Exception):
+                raise weights
             window = 1 + max(number for number, _ in said)
             old = self._source.weights_at(window)
-            self._source = self._source.with_turn(window, weights)
+            source = self._source.with_turn(window, weights)
+            if source.finite:
+                raise ConfigError(
+                    f"steer: {weights} would let this endless run end, by max_passes or "
+                    "stop_after_passes. Weigh datasets without a limit, or set none."
+                )
+            self._source = source
             entry = {"name": STEERED, "delivered": self._position.delivered, "window": window}
             self._lineage = [*self._lineage, {**entry, "old": old, "new": dict(weights)}]
             return self._source
@@ -419,6 +431,19 @@ class Pipeline(Builder):
         omissions = Omissions.of(self._lineage, self._source.datasets, size)
         remembered = plan.remembered + size * len(omissions.steps)  # a state is of before a skip
         return replace(config, plan=replace(plan, omissions=omissions, remembered=remembered))
+
+
+def _chosen(decide: Callable[[Any], Any], told: Callable[[], Any], group: Any) -> Any:
+    """Return what a callback chooses on the first rank, None on others; these hear if it fails."""
+    if group is not None and dist.get_rank(group):
+        return None
+    try:
+        return decide(told())
+    except Exception as error:
+        if group is not None:  # in which the others wait for the choice
+            failed = RuntimeError(f"steer: the callback failed on the first rank: {error!r}")
+            gather((-1, failed), group)
+        raise
 
 
 class _Batches:

@@ -4,8 +4,8 @@ Imports: engine, errors, io, runners, metrics, records. Used by: pipeline.
 """
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Values
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -128,47 +128,50 @@ def provenance(config: EngineConfig, start: Start, step: int) -> list[dict[str, 
         A mapping a row: `row` in the step, `sequence` (the global number), `tokens`, `images`, and
         `samples`: of each its `key` in `batch.keys`, `dataset`, `shard`, `row` in the shard, `name`
         (its key in the data; "" if it has none or is in a store), and the `tokens` and `images` of
-        it that are in the sequence. Empty if the step is skipped or the data ends before it.
+        it that are in the sequence, 0 for raw samples. Rows of padding are left out. Empty if the
+        step is skipped or the data ends before it.
 
     Raises:
-        ConfigError: The step began before the start, or the pipeline delivers raw samples.
+        ConfigError: The step began before the start.
     """
     size = config.topology.global_batch_size
-    first = step * size
+    first = operator.index(step) * size
     if first < _begun(start):
         raise ConfigError(
             f"step {step} begins with sequence {first}, planning with {_begun(start)}: restore a "
             "state of before that step"
         )
-    if isinstance(config.context, RawContext):
-        raise ConfigError("a row of raw samples is one sample: Dataset.locate(key) tells its place")
     if config.plan.omissions.skips(first):
         return []
+    datasets = {dataset.name: dataset for dataset in config.context.datasets}
     rows = [
         {
             "row": one.number - first,
             "sequence": one.number,
             "tokens": one.num_tokens,
             "images": one.num_images,
-            "samples": [_sample(config.context.datasets, part) for part in one.sequence.pieces],
+            "samples": [
+                _sample(datasets, key, part)
+                for key, part in itertools.zip_longest(one.keys, one.sequence.pieces)
+            ],
         }
         for one in planned_sequences(config, start, size, first)
     ]
     return rows if len(rows) == size or config.plan.pad_tail else []  # what is left over is dropped
 
 
-def _sample(datasets: Values[Dataset], piece: Piece) -> dict[str, Any]:
-    number, shard, row = piece.record.ref
-    dataset = datasets[number]
+def _sample(datasets: Mapping[str, Dataset], key: str, piece: Piece | None) -> dict[str, Any]:
+    dataset = datasets[key.rpartition("/")[0]]
+    shard, row = dataset.locate(key)
     stored = {} if dataset.mirrors else dataset.reader.read(shard, [row], ())[0]
     return {
-        "key": dataset.key(shard, row),
+        "key": key,
         "dataset": dataset.name,
         "shard": dataset.shards[shard].name,
         "row": row,
         "name": str(stored.get("__key__", "")) if isinstance(stored, Mapping) else "",
-        "tokens": piece.num_tokens,
-        "images": piece.num_images,
+        "tokens": piece.num_tokens if piece else 0,
+        "images": piece.num_images if piece else 0,
     }
 
 

@@ -210,7 +210,11 @@ class WorkSource(Protocol):
         ...
 
     def next(self, state: State, chunk_size: int) -> tuple[Chunk | None, State]:
-        """Return the next chunk and the state after it, or (None, state) at a lane's end."""
+        """Return the next chunk and the state after it, or (None, state) at a lane's end.
+
+        A chunk has 1 to `chunk_size` rows that are in the shards of `datasets`. What distinguishes
+        lanes is in their states alone.
+        """
         ...
 
     def fingerprint(self) -> Mapping[str, Any]:

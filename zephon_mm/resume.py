@@ -17,6 +17,7 @@ Imports: checkpoint, compiled, engine, errors, options, stages. Used by: pipelin
 
 import itertools
 import json
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ def leave_out(
     """
     source, start, lineage = resumed
     known = Omissions.of(lineage, source.datasets, 1)
-    if skipped := sorted({int(step) for step in steps} - known.steps):
+    if skipped := sorted({operator.index(step) for step in steps} - known.steps):
         if not step_size or skipped[0] * step_size < start.delivered:
             why = f"was begun, {start.delivered} sequences are delivered: restore an earlier state"
             if not step_size:

@@ -13,8 +13,11 @@ from tests.fixtures.memory import Recipe, take
 from tests.fixtures.tokenizers import save_byte_level_bpe
 from zephon_mm.cli.main import main
 from zephon_mm.errors import ConfigError
+from zephon_mm.io import Dataset
+from zephon_mm.pipeline import Pipeline
 from zephon_mm.processors.siglip import SigLIPProcessor
 from zephon_mm.recipe import load_recipe
+from zephon_mm.work import StaticMixtureWorkSource
 
 N = 4
 
@@ -84,6 +87,27 @@ def test_a_finite_run_is_made_of_the_steps_that_it_delivers(recipe: Recipe, tail
         rows = [row for step in range(len(keys)) for row in pipeline.provenance(step)]
     found = [tuple(sample["key"] for sample in row["samples"]) for row in rows]
     assert found == [row for row in keys if row]
+
+
+@pytest.mark.parametrize("passes", [None, 1])
+def test_a_step_of_raw_samples_is_made_of_theirs(passes: int | None) -> None:
+    texts = Dataset.from_rows("texts", [{"text": f"text {n}"} for n in range(30)])
+
+    def raw() -> Pipeline:
+        source = StaticMixtureWorkSource([texts], {"texts": 1}, 0, stop_after_passes=passes)
+        options = {"canonical_replicas": 3, "chunk_size": 4, "runner": "inline"}
+        return Pipeline(source).options(**options).batch(microbatch_size=N, tail="pad")
+
+    with raw() as pipeline:
+        batches = take(pipeline, 8)
+    with raw() as pipeline:
+        for step, batch in enumerate(batches):
+            rows = pipeline.provenance(step)
+            found = [tuple(sample["key"] for sample in row["samples"]) for row in rows]
+            assert found == [keys for keys in batch.keys if keys]
+            assert [row["sequence"] for row in rows] == batch.sequence_ids.tolist()[: len(rows)]
+        assert len(batches) == 8
+        assert passes is None or pipeline.provenance(8) == []
 
 
 def test_a_step_that_is_skipped_has_no_rows_and_excluded_samples_are_in_none(

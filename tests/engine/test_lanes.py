@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from tests.fixtures.lanes import sequences
 from tests.fixtures.memory import dataset, random_rows
+from zephon_mm.engine import lanes
 from zephon_mm.engine.lanes import FIRST_SEEN, Cursor, Lane, LanePlan
+from zephon_mm.engine.mixing import MixingLane
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.ops.pack import PackConfig, make_packer
 from zephon_mm.ops.shuffle import ShuffleBuffer
 from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.protocols import Accumulator
-from zephon_mm.records import Record, SampleRef, Skip
+from zephon_mm.records import Chunk, Record, SampleRef, Skip
 from zephon_mm.records import record_of as from_tokens
 from zephon_mm.rng import Stream
 from zephon_mm.work import StaticMixtureWorkSource
@@ -78,6 +80,7 @@ def make_lane(
     first: int = 0,
     metrics: Metrics | None = None,
     part_rows: int = 3,
+    lane_type: type[Lane] = Lane,
 ) -> Lane:
     def measure(lane: int, refs: Any) -> "Iterator[Future[list[Measured]]]":
         for at in range(0, len(refs), part_rows):
@@ -86,7 +89,7 @@ def make_lane(
             future.set_result([rule(SampleRef(*ref)) for ref in part])
             yield future
 
-    return Lane(
+    return lane_type(
         number,
         plan=plan,
         measure=measure,
@@ -217,6 +220,26 @@ def test_a_source_that_gives_nothing_is_an_error_not_an_endless_loop() -> None:
     lane = make_lane(make_plan(barren_records=50), none)
     with pytest.raises(DataQualityError, match=r"lane 1 read 5[0-9] samples in a row.*filtered"):
         read(lane, 0, 1)
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_a_source_whose_chunks_are_empty_is_an_error_not_an_endless_loop(
+    monkeypatch: pytest.MonkeyPatch, mixing: bool
+) -> None:
+    monkeypatch.setattr(lanes, "MOST_EMPTY", 1000)
+
+    class Ending(StaticMixtureWorkSource):
+        def next(self, state: Any, chunk_size: int) -> Any:
+            chunk, after = super().next(state, chunk_size)
+            return Chunk(np.empty((0, 3), dtype=np.int64)) if chunk is None else chunk, after
+
+    rows = dataset("a", random_rows(0, 40, []))
+    source = Ending([rows], {"a": 1.0}, seed=3, stop_after_passes=1)
+    plan = make_plan(source=source.by_tokens() if mixing else source)
+    if mixing:
+        plan = replace(plan, mix=PackConfig(16))
+    with pytest.raises(DataQualityError, match=r"lane 1 drew 1000 chunks without a row. A source"):
+        read(make_lane(plan, lane_type=MixingLane if mixing else Lane), 0, 1000)
 
 
 @pytest.mark.parametrize(("rate", "tolerated"), [(0.0, 0), (0.003, 3), (0.01, 10)])

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.contracts.work_source import check_work_source
+from tests.contracts.work_source import check_in_another_process, check_work_source
 from tests.fixtures.memory import Recipe, digests, run_ranks, take
 from tests.fixtures.servers import Answer, Server, running
 from zephon_mm.checkpoint import merge_checkpoints
@@ -67,11 +67,27 @@ def served(recipe: Recipe, server: Weights) -> Served:
 
 def test_it_keeps_the_contract_of_work_sources(served: Served, server: Weights) -> None:
     check_work_source(served.source().with_windows(2))
+    check_in_another_process(served.source().with_windows(2))
     work = served.source()
     state = work.start(0, 1)
     server.mood = 1  # in a process the first answer stands
     assert work.start(0, 1) == state
     assert served.source().start(0, 1) != state
+
+
+def test_pipelines_with_other_windows_may_share_it(served: Served, server: Weights) -> None:
+    shared = served.source()
+    sources = {chunks: shared.with_windows(chunks) for chunks in (1, 3)}
+    start = shared.start(0, 1)
+    for chunks, work in sources.items():
+        state, asked = start, []
+        for _ in range(4):
+            state = work.next(state, 4)[1]
+            asked.append(state[0] != start[0])
+        assert asked == {1: [True, True, False, True], 3: [False, False, True, True]}[chunks]
+    server.requests.clear()
+    assert shared.with_windows(2).start(0, 1) == start  # nobody is asked twice
+    assert server.asked() == []
 
 
 def test_shares_are_those_that_the_server_says(served: Served) -> None:
@@ -148,7 +164,12 @@ def test_an_answer_that_is_no_mixture_is_an_error_that_names_the_url(
     with running(Wrong()) as wrong:
         for body in (
             *(b"", b"{}", b'{"a": 0, "b": 0}', b'["a", "b"]', b"3", b'{"a": 1, "b": null}'),
-            *(b'{"a": -1, "b": 2}', b'{"a": NaN, "b": 2}', b'{"a": 1, "b": 2, "c": 3}'),
+            *(b'{"a": -1, "b": 2}', b'{"a": 1e999, "b": 2}', b"[" * 100_000),
+            *(
+                b'{"a": 1' + b"0" * 400 + b', "b": 2}',
+                b'{"a": NaN, "b": 2}',
+                b'{"a": 1, "b": 2, "c": 3}',
+            ),
         ):
             wrong.body = body
             with pytest.raises(ConnectionError, match="gave no weights"):

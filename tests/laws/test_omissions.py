@@ -296,6 +296,8 @@ def test_the_lineage_tells_what_is_left_out_from_where_and_says_it_once(endless:
         ({"exclude_keys": ["c/1"]}, r"'c/1' is no sample of the datasets \['a', 'b'\]"),
         ({"exclude_keys": ["a/40"]}, "'a/40' is no sample"),
         ({"exclude_keys": "a/1"}, "'/' is no sample"),
+        ({"exclude_keys": ["a/²"]}, "'a/²' is no sample"),
+        ({"exclude_keys": [7]}, "7 is no sample"),
         ({"skip_steps": [2, 0]}, "step 0 was begun, 2 sequences are delivered"),
     ],
 )
@@ -308,6 +310,11 @@ def test_what_cannot_be_left_out_is_named(endless: Recipe, omit: Any, message: s
 def test_steps_that_depend_on_the_ranks_cannot_be_skipped(endless: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"step 2 depends on the ranks: set batch"):
         run(replace(endless, global_batch_size=None), (1, 1), 1, omit={"skip_steps": [2]})
+
+
+def test_steps_are_whole_numbers(endless: Recipe) -> None:
+    with pytest.raises(TypeError, match="float"):
+        run(endless, (1, 1), 1, omit={"skip_steps": [2.5]})
 
 
 def test_rows_cannot_leave_a_step_that_is_dealt(endless: Recipe) -> None:

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fixtures.memory import Recipe, digests, take
+from tests.fixtures.memory import PROCESSOR, Recipe, digests, take
+from tests.fixtures.tokenizers import byte_level_bpe
 from tests.laws.test_distributed import torchrun, union
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import CheckpointError, ConfigError
+from zephon_mm.pipeline import Pipeline
 from zephon_mm.work import StaticMixtureWorkSource
 
 pytestmark = [
@@ -109,6 +111,21 @@ def test_it_may_be_called_before_the_first_batch_and_after_a_restore(base: Recip
         assert len(pipeline.checkpoint()["lineage"]) == 2
 
 
+def test_a_restore_forgets_what_an_earlier_one_was_steered_to(base: Recipe) -> None:
+    states, rows = [], []
+    for groups, choice in ((0, FIRST), (7, SECOND), (3, None)):
+        with base.build() as pipeline:
+            take(pipeline, groups)
+            pipeline.steer(lambda _, choice=choice: choice)
+            states.append(json.loads(json.dumps(pipeline.checkpoint())))
+            rows.append(digests(take(pipeline, 30)))
+    for order in ((0, 1), (1, 0), (0, 2), (2, 1)):
+        with base.build() as pipeline:
+            for number in order:
+                pipeline.restore(states[number])
+            assert digests(take(pipeline, 30)) == rows[order[-1]]
+
+
 def test_it_ends_a_curriculum(base: Recipe) -> None:
     class Turning(Recipe):
         def source(self) -> StaticMixtureWorkSource:
@@ -148,11 +165,51 @@ def test_what_cannot_be_is_an_error_and_changes_nothing(base: Recipe) -> None:
         assert digests(take(pipeline, 9)) == rows
     with replace(base, passes=1).build() as pipeline, pytest.raises(ConfigError, match="no end"):
         pipeline.steer(lambda _: FIRST)
+    with base.build(dp=2) as pipeline, pytest.raises(ConfigError, match="need a group="):
+        pipeline.steer(lambda _: FIRST)
     dealt = replace(base, global_batch_size=8)
     with dealt.build(dp=2, balance=True) as pipeline:
         take(pipeline, 1)
         with pytest.raises(CheckpointError, match="step's end"):
             pipeline.steer(lambda _: FIRST)
+
+
+def steerable(base: Recipe, weights: Mapping[str, float], **options: Any) -> Pipeline:
+    source = StaticMixtureWorkSource(base.datasets, weights, 0, **options)
+    return (
+        Pipeline(source)
+        .options(canonical_replicas=3, chunk_size=3, flush_every_k_chunks=2, runner="inline")
+        .interleave(tokenizer=byte_level_bpe(), image_processor=PROCESSOR)
+        .pack_flat(max_length=64)
+        .batch(microbatch_size=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "choice"), [("all_exhausted", SECOND), ("error", SECOND), ("first_exhausted", HALVES)]
+)
+def test_an_endless_run_cannot_be_steered_to_an_end(base: Recipe, stop: str, choice: Any) -> None:
+    options = {"max_passes": {"b": 3}, "stop": stop}
+    if stop == "first_exhausted":
+        options |= {"curriculum": [(1, FIRST)], "windows_per_step": 1.0}
+    with steerable(base, HALVES, **options) as pipeline:
+        take(pipeline, 3)
+        with pytest.raises(ConfigError, match="would let this endless run end, by max_passes"):
+            pipeline.steer(lambda _: choice)
+        assert pipeline.checkpoint()["lineage"] == []
+        assert len(take(pipeline, 9)) == 9
+
+
+def test_a_dataset_that_began_without_weight_may_be_named_and_cannot_join(base: Recipe) -> None:
+    with steerable(base, FIRST) as pipeline:
+        pipeline.steer(lambda _: FIRST)
+        assert names(take(pipeline, 3)) == {"a"}
+        with pytest.raises(ConfigError, match=r"datasets are \['a'\]"):
+            pipeline.steer(lambda _: HALVES)
+        state = json.loads(json.dumps(pipeline.checkpoint()))
+        rows = digests(take(pipeline, 9))
+    with steerable(base, FIRST) as pipeline:
+        assert digests(take(pipeline.restore(state), 9)) == rows
 
 
 @pytest.mark.slow

@@ -38,6 +38,9 @@ FIRST_SEEN = 1_000
 """`max_error_rate` allows its share of at least this many samples, so that one early defect
 does not stop a run."""
 
+MOST_EMPTY = 100_000
+"""So many chunks without a row, one after another, are an error: it comes within seconds."""
+
 
 class Cursor(NamedTuple):
     """A position in a lane: a window, the source's state at its start, sequences into it."""
@@ -123,6 +126,7 @@ class Lane:
         window, state, offset = cursor or Cursor(0, plan.source.start(number, num_lanes), 0)
         self._state = state
         self._coming: deque[tuple[Chunk | None, State]] = deque()
+        self._empty = 0  # chunks drawn since one had rows
         self._drawn = 0  # chunks drawn of the window that is being read ahead
         self._source_ended = False
         self._queue: deque[Measured | _WindowEnd] = deque()
@@ -270,6 +274,12 @@ class Lane:
             self._queue.append(_WindowEnd())
             self._next_states.append(self._state)
             return
+        self._empty = 0 if len(chunk.refs) else self._empty + 1
+        if self._empty >= MOST_EMPTY:
+            raise DataQualityError(
+                f"lane {self.number} drew {MOST_EMPTY} chunks without a row. A source says by "
+                "(None, state) that a lane ends; a curriculum's next turn is to come sooner."
+            )
         for part in self._measured(chunk.refs):
             self._queue.append(part)
             self._tasks += 1

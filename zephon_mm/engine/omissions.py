@@ -59,7 +59,7 @@ class Omissions:
             try:
                 number = numbers[key.rpartition("/")[0]]
                 return SampleRef(number, *datasets[number].locate(key))
-            except KeyError:
+            except (KeyError, ValueError, AttributeError):
                 raise ConfigError(
                     f"restore(state, exclude_keys=...): {key!r} is no sample of the datasets "
                     f"{sorted(numbers)}. Give names that are in batch.keys."

@@ -18,6 +18,7 @@ Laws (tests/integrations/test_curriculum.py):
 Imports: errors, records, work. Used by: users.
 """
 
+import copy
 import http.client
 import json
 import time
@@ -37,6 +38,7 @@ PARTS = 1000
 _FAULTS = (
     *(OSError, http.client.HTTPException),
     *(ValueError, TypeError, AttributeError, ConfigError),  # what is no mixture
+    *(ArithmeticError, RecursionError),  # numbers and nesting without measure
 )
 
 
@@ -47,7 +49,7 @@ class HttpCurriculum:
         datasets: As of `StaticMixtureWorkSource`.
         seed: Key of every random choice.
         url: Of the server, without a query.
-        timeout_s: How long an answer may take.
+        timeout_s: How long the server may be silent, before an answer or within it.
     """
 
     finite = False
@@ -68,9 +70,10 @@ class HttpCurriculum:
         return self._base.datasets
 
     def with_windows(self, window_chunks: int) -> "HttpCurriculum":
-        """Take from the pipeline how many chunks a window has."""
-        self._window_chunks = window_chunks
-        return self
+        """Return a copy that knows how many chunks a window has; the answers are one for both."""
+        source = copy.copy(self)
+        source._window_chunks = window_chunks
+        return source
 
     def start(self, lane: int, num_lanes: int) -> State:
         """Return the state in which a lane begins: the answer for its first window, a position."""

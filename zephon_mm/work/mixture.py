@@ -119,14 +119,15 @@ class StaticMixtureWorkSource:
             curriculum=[list(entry) for entry in curriculum],
             windows_per_step=windows_per_step,
         )
-        self._program = turns(datasets, mixture, curriculum, windows_per_step)
+        self._scheduled = turns(datasets, mixture, curriculum, windows_per_step)
+        self._program = self._scheduled
         self._given = {dataset.name: dataset for dataset in datasets}
         self._limits = {**dict.fromkeys(self._given, stop_after_passes), **(max_passes or {})}
         if strange := sorted(self._limits.keys() - self._given):
             raise ConfigError(f"max_passes: {unknown(strange[0], self._given, 'dataset')}")
         for name, passes in {"stop_after_passes": stop_after_passes, **self._limits}.items():
-            if passes is not None and passes < 1:
-                raise ConfigError(f"passes must be None or at least 1, got {passes} for {name}")
+            if passes is not None and not (isinstance(passes, int) and passes >= 1):
+                raise ConfigError(f"passes must be None or at least 1, got {passes!r} for {name}")
         if shuffle_block_rows < 1:
             raise ConfigError(f"shuffle_block_rows must be at least 1, got {shuffle_block_rows}")
         self._seed = seed
@@ -290,7 +291,7 @@ class StaticMixtureWorkSource:
         return source
 
     def with_history(self, names: Sequence[str], history: Turns) -> Self:
-        """Return a copy that goes on in lanes that earlier mixtures began.
+        """Return a copy that goes on in lanes that earlier mixtures began, without `with_turn`'s.
 
         Args:
             names: The datasets of the lanes' states, in order; those that join come after them.
@@ -308,11 +309,14 @@ class StaticMixtureWorkSource:
                 "with it is planned again on restore."
             )
         source = copy.copy(self)
+        source._program = self._scheduled
         source._arrange(names, history)
         return source if source._constants is None else source.with_constants(source._constants)
 
     def with_turn(self, window: int, weights: Mapping[str, float]) -> Self:
         """Return a copy with other weights of its datasets from a window on, for good."""
+        idle = self._given.keys() - {dataset.name for dataset in self._datasets}
+        weights = {name: weight for name, weight in weights.items() if weight or name not in idle}
         turn = {**dict.fromkeys(self._given, 0.0), **check_mixture(self._datasets, weights)}
         source = copy.copy(self)
         source._program = [*(one for one in self._program if one[0] < window), (window, turn)]

@@ -131,7 +131,7 @@ def turns(
     program = [(0, check_mixture(datasets, mixture))]
     at, last = 0.0, 0
     for (step, weights), rate in zip(curriculum, rates, strict=False):
-        at, last = at + (step - last) * rate, step
+        at, last = at + (step - last) * (rate if math.isfinite(rate) else 0.0), step
         program.append((round(at), check_mixture(datasets, weights)))
     windows = [window for window, _ in program]
     if len(rates) != len(curriculum) or windows != sorted(set(windows)):

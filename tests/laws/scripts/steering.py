@@ -1,6 +1,7 @@
 """One rank under torchrun that is steered: `steering.py FOLDER steer NAME`.
 
-The first rank chooses; the others would fail if they were asked. Each writes the rows that it
+The first rank chooses, after its callback failed once, of which all ranks hear; the others would
+fail if they were asked. Each writes the rows that it
 delivers after that, and its lineage; the first one the complete state at that time.
 """
 
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.fixtures.memory import digests, take
@@ -21,6 +23,10 @@ def decide(told: dict[str, Any]) -> dict[str, float]:
     return {"a": 0.0, "b": 1.0}
 
 
+def fail(told: dict[str, Any]) -> None:
+    raise KeyError("of the callback")
+
+
 def main() -> None:
     folder, _, name = Path(sys.argv[1]), *sys.argv[2:]
     dist.init_process_group("gloo")
@@ -29,6 +35,8 @@ def main() -> None:
     # Ranks run ahead differently far: the window must be new to all of them.
     with recipe.build(dp=ranks, rank=rank, runner="thread", prefetch_batches=1 + 5 * rank) as run:
         take(run, 8)
+        with pytest.raises(RuntimeError if rank else KeyError, match="of the callback"):
+            run.steer(fail, group=dist.group.WORLD)
         run.steer(decide, group=dist.group.WORLD)
         state = run.checkpoint(group=dist.group.WORLD)
         found = digests(take(run, 40))
