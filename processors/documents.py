@@ -10,7 +10,8 @@
     chat         a conversation: `messages`, `conversations`, or `texts` of user and assistant, with
                  the sample's own images and videos; `tools` are its functions, a text `system` is
                  its first turn. processors.chat says what turns may be and where media go. It is
-                 never kept without one of its images.
+                 never kept without one of its images: they are in one field, its videos in one,
+                 and one with others, such as `0.jpg` and `1.jpg`, is refused (`bad_field`).
 
 Beside them `loss_weight` may be a number, the document's, or a list, one for each of its images and
 videos (see `records.Image`).

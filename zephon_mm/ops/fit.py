@@ -78,8 +78,9 @@ def spans_of(record: AnyRecord) -> list[Span]:
 def pieces_of(record: AnyRecord, room: Room, policy: Policy, report: Report) -> list[Piece]:
     """Return what of a record goes into sequences, which have `room`; report if it is not all.
 
-    `truncate` keeps the longest beginning that has a trained token. `split` cuts at borders, and a
-    text where it is longer than a sequence.
+    `truncate` keeps the longest beginning that has a trained token. `split` cuts where a trained
+    text ends; what is longer than a sequence from there on, where the sequence is full. Such pieces
+    may have no trained token: a question longer than a sequence is delivered as well.
     """
     reason = room.lacking(record)
     if not reason:
