@@ -60,9 +60,14 @@ def messages_of(
     Raises:
         SampleError: `empty_document`, `bad_turn`, `bad_role`, `bad_part`, `media_mismatch`.
     """
+    if not isinstance(turns or [], list | tuple):
+        found = f"{type(turns).__name__} {repr(turns)[:80]}"
+        raise SampleError("bad_turn", f"the conversation is the {found}, expected a list of turns")
     told = [one for turn in turns or () for one in _told(turn)]
     if not told:
-        raise SampleError("empty_document", "the conversation has no turns")
+        raise SampleError(
+            "empty_document", "the conversation has no turns: its field is empty or missing"
+        )
     roles = [role for role, _, _ in told]
     pieces = [
         (number, piece)

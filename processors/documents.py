@@ -10,7 +10,8 @@
     chat         a conversation: `messages`, `conversations`, or `texts` of user and assistant, with
                  the sample's own images and videos; `tools` are its functions, a text `system` is
                  its first turn. processors.chat says what turns may be and where media go. It is
-                 never kept without one of its images.
+                 never kept without one of its images: they are in one field, its videos in one,
+                 and one with others, such as `0.jpg` and `1.jpg`, is refused (`bad_field`).
 
 Beside them `loss_weight` may be a number, the document's, or a list, one for each of its images and
 videos (see `records.Image`).
@@ -36,7 +37,7 @@ Cost: 2 us a sample. Imports: errors, records, protocols, processors.chat. Used 
 tasks, io.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -167,11 +168,13 @@ def _marked(document: Document, name: str, value: Any) -> Document:
 
     media = document.media
     count = sum(isinstance(one, Image) for one in media)
+    if not count:
+        return document
     each = list(value) if is_list(value) else [value]
     nested = all(one is None or (is_list(one) and all(map(is_list, one))) for one in each)
     if count == 1 and not (nested and len(each) == 1):
         each, nested = [each], True
-    if count and not (nested and len(each) == count):
+    if not (nested and len(each) == count):
         raise SampleError(
             "bad_field",
             f"found {repr(value)[:200]} as `{name}` of {count} images, expected {count} lists, one "
@@ -216,7 +219,7 @@ def _refuse(sample: Sample, reason: str, key: str, missing: str) -> None:
 
 def _chat(sample: Sample, key: str, faults: Faults) -> Document:
     images, videos = (
-        _media(_find(sample, fields), kind, faults)
+        _media(_find(sample, _named(sample, fields)), kind, faults)
         for kind, fields in ((Image, IMAGE_FIELDS), (Video, VIDEO_FIELDS))
     )
     if faults:
@@ -226,6 +229,22 @@ def _chat(sample: Sample, key: str, faults: Faults) -> Document:
         turns = [{"role": "system", "content": system}, *turns]
     messages = messages_of(turns, {Image: images, Video: videos}, faults)
     return Document((), key, messages, tools_of(_find(sample, ("tools",))))
+
+
+def _named(sample: Sample, fields: Sequence[str]) -> Sequence[str]:
+    """Return the fields of a kind of media; a sample that has others, such as `0.jpg`, is refused.
+
+    Raises:
+        SampleError: `bad_field`.
+    """
+    suffixed = [name for name in sample if name.rpartition(".")[2] in fields and sample[name]]
+    if len(suffixed) > 1 or not {*suffixed} <= {*fields}:
+        raise SampleError(
+            "bad_field",
+            f"found media in the fields {suffixed}, expected one field of {fields[-1]}, which may "
+            "hold a list. Rename them, or give the dataset a function, schema=my_function",
+        )
+    return fields
 
 
 def _media(value: Any, kind: type[Image | Video], faults: Faults) -> list[Segment]:

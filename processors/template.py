@@ -1,10 +1,12 @@
 """Chat templates: a conversation becomes one text whose control tokens, media and loss are known.
 
     rendering    By Jinja as `transformers` does it: sandboxed, trim_blocks, lstrip_blocks, `break`,
-                 `tojson`, `raise_exception`, `{% generation %}`. `content` is a string where the
-                 template takes one, else a list of typed parts; neighbouring texts are joined.
-    media        In a string a mark stands for each; in lists the template's own placeholders, with
-                 the tokens around them, become the marks. It is as many as the conversation has.
+                 `tojson`, `raise_exception`, `{% generation %}`. `content` of text alone is a
+                 string where the template takes one, else a list of typed parts; neighbouring
+                 texts are joined.
+    media        In lists the template's own placeholders, with the tokens around them, become
+                 marks; where it knows no such parts in a role, a mark stands for each in a string.
+                 It is as many as the conversation has.
     loss         A turn of a role in `train_on` is trained from behind its header to the end of its
                  closing control token, that too, and with all that the template writes in between:
                  tool calls, reasoning. Header and closing are found by rendering; the header of
@@ -210,16 +212,21 @@ class ChatTemplate:
         text = "".join(_clean(one.text) if isinstance(one, Text) else MEDIA for one in segments)
         kinds = [type(one).__name__.lower() for one in segments if not isinstance(one, Text)]
         fields = {name: self._broken(value) for name, value in message.fields}
-        content = self._content(self._split(text), kinds)
+        content = self._content(self._split(text), [(message.role, kind) for kind in kinds])
         return {"role": self._broken(message.role), "content": content, **fields}
 
-    def _content(self, text: str, kinds: Sequence[str] = ()) -> Any:
-        """Return a text, or typed parts of it where the template takes those; `kinds` of media."""
-        if self._takes_text:
+    def _content(self, text: str, media: Sequence[tuple[str, str]] = ()) -> Any:
+        """Return a text, or typed parts where the template takes no text, or such media in parts.
+
+        Args:
+            text: With a mark for each of the media.
+            media: The role and the kind of each.
+        """
+        if self._takes_text and not (media and self._takes_parts.issuperset(media)):
             return text
-        media = iter(kinds)
+        kinds = iter([kind for _, kind in media])
         parts = [
-            {"type": next(media)} if part == MEDIA else {"type": "text", "text": part}
+            {"type": next(kinds)} if part == MEDIA else {"type": "text", "text": part}
             for part in re.split(f"({MEDIA})", text)
             if part
         ]
@@ -228,10 +235,29 @@ class ChatTemplate:
     @cached_property
     def _takes_text(self) -> bool:
         """Whether content may be a string."""
+        return self._takes(_word(0), _word(0))
+
+    @cached_property
+    def _takes_parts(self) -> set[tuple[str, str]]:
+        """Roles, and kinds of media that the template writes where they are parts of such a turn.
+
+        It may count them (`add_vision_id`) or cut the text around them, which it cannot with marks.
+        """
+        text = {"type": "text", "text": _word(0)}
+        return {
+            (role, kind)
+            for role, kind in itertools.product(ROLES.values(), ("image", "video"))
+            if self._takes([{"type": kind}, text], MEDIA, _word(0), role=role)
+        }
+
+    def _takes(self, content: Any, *wanted: str, role: str = "user") -> bool:
+        """Whether all that is wanted is written for a content."""
+        before = [] if role == "user" else [{"role": "user", "content": self._content(_word(1))}]
         try:
-            return _word(0) in self._write([{"role": "user", "content": _word(0)}])
+            written = self._write([*before, {"role": role, "content": content}])
         except SampleError:
             return False
+        return all(one in written for one in wanted)
 
     def _write(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
         from zephon_mm.processors.jinja import rendered  # loads Jinja, which captions do not need

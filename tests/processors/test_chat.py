@@ -170,6 +170,16 @@ def test_a_conversation_is_never_kept_without_one_of_its_images() -> None:
                 to_document(sample, None, missing)
 
 
+@pytest.mark.parametrize("others", [{"png": A}, {"images": [A]}, {"0.jpg": A}, {"left.mp4": A}])
+def test_a_conversation_has_one_field_of_images_and_one_of_videos(others: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "<image>"}]
+    sample = {"messages": turns, "jpg": A, "json": {"image": "a.jpg"}, "image": None, "images": []}
+    assert messages(sample) == (user(Image(A)),)
+    found = reason_of(sample | others)
+    assert found.startswith("bad_field")
+    assert str(next(iter(others))) in found
+
+
 # Law 2: text is what was stored.
 
 
@@ -223,7 +233,9 @@ def test_a_call_of_sharegpt_is_a_turn_with_tool_calls_and_system_comes_first() -
     [
         ([], "empty_document"),
         (None, "empty_document"),
-        ("hi", "bad_turn"),
+        ('[{"role": "user"}]', "bad_turn: the conversation is the str '[{"),
+        (5, "bad_turn: the conversation is the int 5, expected a list"),
+        ({"role": ["user"], "content": ["hi"]}, "bad_turn: the conversation is the dict"),
         ([3], "bad_turn"),
         ([{"text": "hi"}], "bad_turn: found a turn {'text': 'hi'}"),
         (

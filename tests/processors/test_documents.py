@@ -283,7 +283,8 @@ def test_each_of_several_images_has_its_own_marks():
 def test_no_marks_are_none(nothing):
     sample = {"jpg": PICTURE, "txt": "a cat"}
     assert to_document(sample | {"boxes": nothing, "points": nothing}) == to_document(sample)
-    assert to_document({"txt": "a cat", "boxes": [BOX]}) == Document((Text("a cat"),))
+    for value in ([BOX], 5):
+        assert to_document({"txt": "a cat", "boxes": value}) == Document((Text("a cat"),))
 
 
 @pytest.mark.parametrize("value", [[BOX], [[BOX]], [[BOX]] * 3, 5, "boxes", {}, [[BOX], 5], []])

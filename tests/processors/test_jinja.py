@@ -107,7 +107,8 @@ def test_with_qwens_vocabulary_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_next"])
-def test_images_stand_where_the_template_puts_them(name: str) -> None:
+@pytest.mark.parametrize("numbers", [{}, {"add_vision_id": True}])
+def test_images_stand_where_the_template_puts_them(name: str, numbers: dict[str, Any]) -> None:
     image = {"type": "image"}
     turns = [
         {"role": "user", "content": [image, {"type": "text", "text": "a"}, image]},
@@ -118,11 +119,11 @@ def test_images_stand_where_the_template_puts_them(name: str) -> None:
     special = ["<image>", "<s>", "</s>"] if name == "llava_next" else SPECIAL
     theirs = reference(make.byte_level_bpe(special), name)
     ours = TextTokenizer.load(theirs)
-    chat = ours.chat(source(name), ("assistant",), {})
+    chat = ours.chat(source(name), ("assistant",), numbers)
     record = Interleave(ours, OneToken(), chat=chat).measure(
         SampleRef(0, 0, 0), document(turns), None
     )
-    assert record.token_ids.tolist() == theirs.apply_chat_template(turns)["input_ids"]
+    assert record.token_ids.tolist() == theirs.apply_chat_template(turns, **numbers)["input_ids"]
     assert [slot.media for slot in record.images] == [0, 1, 2]
     assert chat.render(document(turns)).text.count(MEDIA) == 3
 

@@ -78,8 +78,9 @@ def spans_of(record: AnyRecord) -> list[Span]:
 def pieces_of(record: AnyRecord, room: Room, policy: Policy, report: Report) -> list[Piece]:
     """Return what of a record goes into sequences, which have `room`; report if it is not all.
 
-    `truncate` keeps the longest beginning that has a trained token. `split` cuts at borders, and a
-    text where it is longer than a sequence.
+    `truncate` keeps the longest beginning that has a trained token. `split` cuts where a trained
+    text ends; what is longer than a sequence from there on, where the sequence is full. Such pieces
+    may have no trained token: a question longer than a sequence is delivered as well.
     """
     reason = room.lacking(record)
     if not reason:
@@ -102,11 +103,11 @@ def pieces_of(record: AnyRecord, room: Room, policy: Policy, report: Report) -> 
 def _cuts(record: AnyRecord, room: Room) -> Iterator[int]:
     """Yield where the pieces of a record begin, and its end.
 
-    A cut is moved back to the last border, of an image or between texts that are trained and texts
-    that are not; unless no token before it is trained, or what is behind it must be cut anyway.
+    A cut is moved back to where a trained text ended last, so that an answer keeps its question and
+    a caption its image; unless what is behind must be cut anyway.
     """
     spans, end = spans_of(record), record.num_tokens
-    borders = sorted({at for run in (*record.uncut, *record.trained_runs) for at in run} | {end})
+    borders = sorted({stop for _, stop in record.trained_runs} | {end})
     start = 0
     while start < end:
         yield start
@@ -114,8 +115,7 @@ def _cuts(record: AnyRecord, room: Room) -> Iterator[int]:
         at = bisect_right(borders, stop)
         if stop < end and at and borders[at - 1] > start:
             border = borders[at - 1]
-            whole = borders[at] - border <= room.tokens
-            stop = border if whole and is_useful(record, start, border) else stop
+            stop = border if borders[at] - border <= room.tokens else stop
         start = stop
     yield end
 

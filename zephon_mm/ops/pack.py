@@ -67,7 +67,7 @@ class PackConfig:
         algorithm: `best_fit` and `knapsack` keep documents whole, `wrap` cuts them between images.
         max_images: Images of a sequence; None for no limit.
         overlong: What happens to a document that no sequence can hold: `drop`; `truncate` to
-            `max_length`; `split` at the borders of images and texts; or `downscale`, which makes
+            `max_length`; `split` where a trained text ends; or `downscale`, which makes
             its images smaller until it fits, and drops it where they cannot be small enough.
         lookahead: Records that are chosen from; more pad less and wait longer.
         max_patches: Patches of a sequence, as the vision encoder takes them; None for no limit.
