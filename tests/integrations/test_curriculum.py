@@ -127,6 +127,24 @@ def test_a_resume_replays_the_answers_that_the_state_has(served: Served, server:
         assert int(asked["window"][0]) > begun[int(asked["lane"][0])]
 
 
+def test_what_was_begun_is_delivered_without_the_server(served: Served, server: Weights) -> None:
+    recipe = replace(served, lanes=1, chunk_size=20, chunks_per_window=10)
+    with recipe.build(prefetch_batches=1) as pipeline:
+        take(pipeline, 2)
+        state = json.loads(json.dumps(pipeline.checkpoint()))
+        rows = digests(take(pipeline, 60))
+    gone = replace(recipe, url="http://127.0.0.1:9/")
+    found = {}
+    with (
+        gone.build(prefetch_batches=1, state=state) as pipeline,
+        pytest.raises(ConnectionError, match="window=1 gave no weights"),
+    ):
+        for batch in pipeline:
+            found |= digests([batch])
+    assert len(found) > 20
+    assert found.items() <= rows.items()
+
+
 def test_a_fault_is_tried_again(served: Served, server: Weights) -> None:
     expected = run_ranks(served, dp=1, microbatch=2, sequences=24)
     for fault in (500, 503, "reset", "truncate", "reset in body"):

@@ -268,7 +268,14 @@ class Lane:
             self._emit(push(self._accumulators[1:], item))
 
     def _draw(self) -> None:
-        chunk, self._state = self._next()
+        try:
+            chunk, self._state = self._next()
+        except Exception as error:  # of a server, say: what was drawn before is delivered first
+            failed: Future[Items] = Future()
+            failed.set_exception(error)
+            self._queue.append(failed)
+            self._source_ended = True
+            return
         if chunk is None:
             self._source_ended = True
             self._queue.append(_WindowEnd())
