@@ -74,10 +74,19 @@ def test_a_text_is_split_only_where_no_border_would_do(records: list[Record], ro
                 continue
             last = max(at for at in borders if at < piece.stop)
             text = min(at for at in borders if at > piece.stop) - last
-            untrained = not any(
-                first < last and stop > piece.start for first, stop in item.trained_runs
-            )
+            untrained = not Piece(item, piece.start, last).num_valid_tokens
             assert text > room.tokens or last <= piece.start or untrained
+
+
+@given(records=streams, room=rooms)
+def test_truncating_keeps_the_longest_beginning_within_all_limits(
+    records: list[Record], room: Room
+) -> None:
+    for item in filter(room.lacking, records):
+        pieces = pieces_of(item, room, "truncate", ignore)
+        stop = cut(spans_of(item), 0, item.num_tokens, room)
+        longest = Piece(item, 0, stop)
+        assert pieces == ([longest] if longest.num_valid_tokens else [])
 
 
 def test_patches_are_counted_before_any_merging() -> None:
