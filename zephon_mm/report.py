@@ -104,8 +104,9 @@ def shares(counters: Mapping[str, float], source: Any, window: int) -> dict[str,
 
     Returns:
         `rows`, `tokens`, `trained_tokens` and `trained`, their part of the tokens; `passes`, rows
-        of those that the dataset has; `share`, of the tokens or rows of all, and `target`, what the
-        source wants it to be, None where it does not say so.
+        of those that the dataset has; `share`, of the tokens or rows of all since the run began or
+        was restored, and `target`, what the source wants it to be in `window` (where weights
+        change, no longer comparable), None where it does not say so.
     """
     unit = getattr(source, "unit", "tokens")
     targets = source.weights_at(window) if hasattr(source, "weights_at") else None

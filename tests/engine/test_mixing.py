@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from tests.fixtures.memory import dataset, random_rows
 from zephon_mm.engine.lanes import LanePlan
 from zephon_mm.engine.mixing import MixingLane
 from zephon_mm.engine.omissions import Omissions
+from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics
 from zephon_mm.ops.pack import PackConfig, make_packer
 from zephon_mm.packed import AnyRecord, Block
@@ -73,10 +75,10 @@ def block_of(refs: Sequence[SampleRef]) -> Block:
     return Block(np.array(refs, dtype=np.int64), columns, [Store()])
 
 
-def source(**settings: Any) -> Any:
+def source(shares: Sequence[float] = SHARES, **settings: Any) -> Any:
     data = [dataset(name, random_rows(0, n, [])) for name, n in zip("abc", SIZES, strict=True)]
     return StaticMixtureWorkSource(
-        data, dict(zip("abc", SHARES, strict=True)), seed=3, **settings
+        data, dict(zip("abc", shares, strict=True)), seed=3, **settings
     ).by_tokens()
 
 
@@ -226,6 +228,18 @@ def test_rows_that_are_left_out_are_passed_over_in_their_place() -> None:
         both = min(len(kept), len(wanted))
         assert both >= 4
         assert kept[:both] == wanted[:both]
+
+
+@settings(deadline=None)
+@given(window=drawn, number=st.integers(0, LANES - 1), blocks=st.booleans())
+def test_a_dataset_without_a_token_to_give_is_an_error_and_one_with_few_is_not(
+    window: tuple[int, int], number: int, blocks: bool
+) -> None:
+    plan = replace(make_plan(*window), mix=PackConfig(10), barren_records=10**9)  # all of c is 20
+    with pytest.raises(DataQualityError, match=r"no row of dataset 'c' .* others wait for"):
+        read(make_lane(plan, number=number, blocks=blocks), 0, 10**6)
+    few = replace(make_plan(*window, shares=(0.1, 0.9, 0.0)), mix=PackConfig(1))  # 2 rows of b
+    assert len(read(make_lane(few, number=number, blocks=blocks), 0, 50)) == 50
 
 
 def test_tokens_are_those_that_the_packer_takes() -> None:

@@ -230,9 +230,25 @@ def test_truncating_takes_an_image_away_whole() -> None:
     assert pack([long], max_length=5, overlong="truncate") == ([], [("overlong", 0)])
 
 
+@pytest.mark.parametrize("limit", [{"max_images": 0}, {"max_patches": 3}, {"max_length": 8}])
+@pytest.mark.parametrize("how", [{}, {"algorithm": "knapsack"}, {"order": "keep"}])
+def test_truncating_obeys_every_limit(limit: dict[str, int], how: dict[str, str]) -> None:
+    slot = ImageSlot(FileBlob("/x", 0, 1), 5, 3, (3, 2, 2), patches=4)
+    ids = np.zeros(10, dtype=np.int32)
+    item = record_of(SampleRef(0, 0, 0), ids, ids == 0, (slot,), ((4, 9),))
+    options: dict[str, Any] = {"max_length": 10, "overlong": "truncate"} | limit | how
+    sequences, reports = pack([item], **options)
+    assert [places(one) for one in sequences] == [[(0, 0, 4)]]
+    assert reports == [("truncated", 0)]
+    if "max_length" not in limit:  # which wrap cuts at
+        wrapped = options | {"algorithm": "wrap"}
+        assert pack([item], **wrapped) == (sequences, reports)
+
+
 def test_a_truncated_record_without_loss_is_dropped() -> None:
     prompt = record(0, 30, trained=False)
     assert pack([prompt], max_length=16, overlong="truncate") == ([], [("overlong", 0)])
+    assert pack(texts([2]), max_length=1, overlong="truncate") == ([], [("overlong", 0)])
 
 
 def test_pck_01_overlong_documents_are_split_cut_or_dropped_as_declared() -> None:

@@ -78,6 +78,17 @@ def test_a_split_parts_no_answer_from_its_question_where_both_fit(item: Record, 
         assert piece.stop == start or start <= piece.start or stop - start > room.tokens
 
 
+@given(records=streams, room=rooms)
+def test_truncating_keeps_the_longest_beginning_within_all_limits(
+    records: list[Record], room: Room
+) -> None:
+    for item in filter(room.lacking, records):
+        pieces = pieces_of(item, room, "truncate", ignore)
+        stop = cut(spans_of(item), 0, item.num_tokens, room)
+        longest = Piece(item, 0, stop)
+        assert pieces == ([longest] if longest.num_valid_tokens else [])
+
+
 def test_patches_are_counted_before_any_merging() -> None:
     assert patches_of(MediaShape(64, (256, 768)), 16) == 256
     assert patches_of(MediaShape(64, (3, 384, 390)), 14) == 27 * 27

@@ -9,11 +9,12 @@ on how far measuring ran ahead.
 Laws (tests/engine/test_mixing.py, tests/laws/test_shares.py):
     1. As those of `engine.lanes`.
     2. What was taken of each dataset is its share of all tokens, to within one document.
+    3. A dataset that has no token to give is an error, not a wait without end.
 
 Cost: 3 us a record, and rows that are measured twice without an index: the more, the less lengths
 can be guessed; 30 % seen where half of a dataset was too long and dropped.
 
-Imports: ops.pack, packed, records, engine.{lanes, measuring}. Used by: engine.planner.
+Imports: errors, ops.pack, packed, records, engine.{lanes, measuring}. Used by: engine.planner.
 """
 
 from collections import Counter, defaultdict, deque
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from zephon_mm.engine.lanes import Lane
 from zephon_mm.engine.measuring import Items, Measured
+from zephon_mm.errors import DataQualityError
 from zephon_mm.ops.pack import make_packer
 from zephon_mm.packed import AnyRecord, Block
 from zephon_mm.records import SampleRef, Skip, State
@@ -32,6 +34,10 @@ from zephon_mm.records import SampleRef, Skip, State
 
 class MixingLane(Lane):
     """Plans one lane; arguments as for `Lane`. Its source has what `WorkSource` says of tokens."""
+
+    def __init__(self, number: int, **settings: Any) -> None:
+        self._dry: Counter[int] = Counter()  # by dataset, the latest rows that all gave no token
+        super().__init__(number, **settings)
 
     def fill(self, tasks_ahead: int, in_window: int = 0) -> None:
         """As the base; where the next window begins is known when this one is over."""
@@ -79,12 +85,25 @@ class MixingLane(Lane):
             self._account.give(dataset, tokens)
             self._rows[dataset] += 1
             self._tokens[dataset] += tokens
+            self._dry[dataset] = 0 if tokens else self._dry[dataset] + 1
             if tokens and isinstance(held, Block) and hasattr(self._accumulators[0], "push_block"):
                 self._take_rows(held, row, row + 1)
             else:
                 item: Any = held[row]
                 left_out: Any = self._left_out
                 self._take(left_out.get(item.ref, item))
+            if not tokens:
+                self._check_dry(dataset)
+
+    def _check_dry(self, dataset: int) -> None:
+        source: Any = self._plan.source
+        found = source.datasets[dataset]
+        if self._dry[dataset] >= 2 * len(found):  # each row is one of them, wherever they began
+            raise DataQualityError(
+                f"no row of dataset {found.name!r} gives a token that can be packed, and others "
+                f"wait for its share. {self._metrics.skipped()}. Check its schema, the filters and "
+                "max_length, or give it weight 0."
+            )
 
     def _counted(self, items: Items, row: int) -> tuple[int, int]:
         """Return the dataset of a row, and how many tokens the packer will take of it."""

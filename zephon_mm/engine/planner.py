@@ -298,7 +298,7 @@ class Planner:
         return DataQualityError(
             f"a full pass gives {found} sequences, a step needs "
             f"{self._topology.global_batch_size}. {self._metrics.skipped()}. "
-            "Lower global_batch_size or max_length, or check the schema and the filters."
+            "Lower global_batch_size, or check the schema, the filters and the packer's limits."
         )
 
     def _sequence(self, lane: int, index: int) -> PackedSequence:

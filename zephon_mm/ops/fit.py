@@ -86,12 +86,10 @@ def pieces_of(record: AnyRecord, room: Room, policy: Policy, report: Report) -> 
     if not reason:
         return [Piece(record, 0, record.num_tokens)]
     pieces: list[Piece] = []
-    if policy == "truncate" and reason == "overlong":
-        stop = cut(spans_of(record), 0, record.num_tokens, Room(room.tokens))
-        piece = Piece(record, 0, stop)
-        reason = "" if is_useful(record, 0, stop) else reason
-        reason = reason or room.lacking(piece)
-        pieces = [] if reason else [piece]
+    if policy == "truncate":
+        stop = cut(spans_of(record), 0, record.num_tokens, room)
+        if is_useful(record, 0, stop):
+            reason, pieces = "", [Piece(record, 0, stop)]
     elif policy == "split":
         spans = spans_of(record)
         reason = next(filter(None, map(room.lacking, spans)), "")
@@ -143,5 +141,6 @@ def cut(spans: list[Span], start: int, end: int, room: Room) -> int:
 
 
 def is_useful(record: AnyRecord, start: int, stop: int) -> bool:
-    """Return whether the tokens `[start, stop)` of a record have one to train on."""
-    return any(first < stop and last > start for first, last in record.trained_runs)
+    """Return whether the tokens `[start, stop)` of a record have one to train on, but the first."""
+    runs = record.trained_runs
+    return any(max(first, start + 1) < min(last, stop) for first, last in runs)

@@ -55,9 +55,6 @@ class WrapPacker:
 
     def _cuttable(self, record: AnyRecord, spans: list[Span]) -> int:
         """Return how many tokens of a record can be placed; 0 if it is dropped."""
-        if record.num_images and not self._room.images:
-            self._report("too_many_images", record)
-            return 0
         for span in spans:
             if reason := self._room.lacking(span):
                 useful = self._policy == "truncate" and is_useful(record, 0, span.start)

@@ -65,10 +65,12 @@ class PackConfig:
     Args:
         max_length: Tokens of a sequence, at least 1.
         algorithm: `best_fit` and `knapsack` keep documents whole, `wrap` cuts them between images.
-        max_images: Images of a sequence; None for no limit.
-        overlong: What happens to a document that no sequence can hold: `drop`; `truncate` to
-            `max_length`; `split` where a trained text ends; or `downscale`, which makes
-            its images smaller until it fits, and drops it where they cannot be small enough.
+        max_images: Images of a sequence, where each tile of a picture and each frame of a video
+            counts; None for no limit.
+        overlong: What happens to a document that no sequence can hold: `drop`; `truncate` to its
+            longest beginning within all limits; `split` where a trained text ends; or `downscale`,
+            which makes its images smaller until it fits, and drops it where they cannot be small
+            enough. Without a token to train on, a beginning is dropped.
         lookahead: Records that are chosen from; more pad less and wait longer.
         max_patches: Patches of a sequence, as the vision encoder takes them; None for no limit.
         order: `keep` fills each sequence with the documents that come next, and pads more.

@@ -12,7 +12,8 @@ Laws (tests/test_work.py, tests/test_work_tokens.py):
        chunks; the next one begins behind that.
 
 State: (lane, num_lanes, chunk_number, pass_0, position_0, pass_1, position_1, ...). By tokens each
-dataset has two more: tokens given beyond its share, and mean tokens of its rows, 0 if unknown.
+dataset has two more: hundredths of a token given beyond its share, and mean tokens of its rows, 0
+if unknown.
 
 Cost: below a microsecond a reference.
 

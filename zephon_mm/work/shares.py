@@ -2,7 +2,7 @@
 
 Laws (tests/test_work_tokens.py):
     1. Of datasets that follow `Account.next`, each is with its share at any time, to within one
-       document of each.
+       document of each, over any number of windows.
 
 Imports: errors, rng. Used by: work.mixture.
 """
@@ -21,19 +21,24 @@ Rows = NDArray[np.int64]
 Program = Sequence[tuple[int, Mapping[str, float]]]
 """(first window, weights by name), ascending; the first one begins at window 0."""
 
+_PARTS = 100
+"""Of a token, as states count them: whole ones, rounded in each window, would take a dataset of
+few tokens a window for good below or above its share."""
+
 
 class Account:
     """How far each dataset is with its share; that which is furthest behind gives next.
 
     Args:
         shares: Of each dataset, at least 0; those with 0 never give.
-        ahead: Tokens that each has given beyond its share, as `ahead()` tells.
+        ahead: What each has given beyond its share, as `ahead()` tells.
     """
 
     def __init__(self, shares: Sequence[float], ahead: Sequence[int]) -> None:
         self._shares = shares
         self._progress = [
-            given / share if share else math.inf for given, share in zip(ahead, shares, strict=True)
+            given / _PARTS / share if share else math.inf
+            for given, share in zip(ahead, shares, strict=True)
         ]
 
     def next(self) -> int | None:
@@ -50,10 +55,13 @@ class Account:
         self._progress[dataset] = math.inf
 
     def ahead(self) -> list[int]:
-        """Return the tokens of each dataset beyond its share, if that furthest behind is right."""
+        """Return what each has given beyond its share, if that furthest behind is right.
+
+        Hundredths of a token, since a state holds integers.
+        """
         least = min(self._progress)
         return [
-            0 if progress == math.inf else round((progress - least) * share)
+            0 if progress == math.inf else round((progress - least) * share * _PARTS)
             for progress, share in zip(self._progress, self._shares, strict=True)
         ]
 
