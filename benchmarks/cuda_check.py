@@ -115,6 +115,8 @@ def main() -> int:
     add("--samples", type=int, default=2_000, help="photographs (%(default)s)")
     add("--data", type=Path, default=ROOT / "benchmarks" / "data_cache")
     args = parser.parse_args()
+    if args.steps < (least := max(WARM_UP_STEPS + 1, COMPARED_STEPS)):
+        parser.error(f"--steps must be at least {least}: {WARM_UP_STEPS} do not count")
     if args.device == "cpu":
         torch.set_num_threads(1)  # as in benchmarks.train
     more = {"device": args.device, "dtype": torch.bfloat16, "learning_rate": 1e-4, "digests": True}

@@ -58,3 +58,12 @@ def test_the_first_of_each_reason_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert len(logged) == 2
     assert "a/0/0" in logged[0]
     assert "b/0/0" in logged[1]
+
+
+def test_a_wait_is_counted_while_it_lasts() -> None:
+    metrics = Metrics()
+    with metrics.timed("wait_s"):
+        first = metrics.snapshot()["wait_s"]
+        second = metrics.snapshot()["wait_s"]
+    done = metrics.snapshot()["wait_s"]
+    assert 0 < first < second < done == metrics.snapshot()["wait_s"]

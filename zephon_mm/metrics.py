@@ -5,8 +5,10 @@ Imports: nothing from the package. Used by: engine, pipeline.
 
 import logging
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 logger = logging.getLogger("zephon_mm")
 
@@ -20,6 +22,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
+        self._running: dict[str, float] = {}
         self._defects: deque[str] = deque(maxlen=KEPT_DEFECTS)
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -31,6 +34,17 @@ class Metrics:
         with self._lock:
             for name, amount in amounts.items():
                 self._sums[name] += amount  # type: ignore[assignment]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds inside; snapshots count them as they go. One at a time of each name."""
+        with self._lock:
+            self._running[name] = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sums[name] += time.perf_counter() - self._running.pop(name)  # type: ignore[assignment]
 
     def skip(self, reason: str, message: str) -> None:
         """Count a sample or image that is not used; the first of each reason is logged."""
@@ -55,7 +69,10 @@ class Metrics:
     def snapshot(self) -> dict[str, float]:
         """Return a copy of all counters, sorted by name."""
         with self._lock:
-            return dict(sorted(self._sums.items()))
+            sums: dict[str, float] = dict(self._sums)
+            for name, began in self._running.items():
+                sums[name] = sums.get(name, 0.0) + time.perf_counter() - began
+        return dict(sorted(sums.items()))
 
 
 def skips(counters: Mapping[str, float]) -> dict[str, int]:

@@ -52,6 +52,11 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.checkpoint) != (args.every > 0):
         parser.error("--checkpoint FOLDER and --every STEPS go together")
+    if args.resume and not (args.resume / ".metadata").is_file():
+        parser.error(
+            f"{args.resume} has no .metadata, which is written last: it is no checkpoint, or a run "
+            "ended while it was written. Resume from the one before"
+        )
     args.shape = args.shape or args.config.stem
     if args.shape not in SHAPES:
         parser.error(f"no model is named {args.shape}: give --shape")
@@ -64,11 +69,16 @@ def parse() -> argparse.Namespace:
 def report(recipe: Recipe, settings: Settings, out: Path | None) -> None:
     """Train; rank 0 writes the lines and shows the last."""
     shown, lines = dist.get_rank() == 0, []
+    if out and shown:
+        out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", buffering=1) if out and shown else nullcontext(sys.stdout) as file:
         for line in train(recipe, settings):
             lines.append(line)
             if shown:
                 file.write(json.dumps(line) + "\n")
+    if not lines:
+        print(f"nothing to do: the run has its {settings.steps} steps")
+        return
     found = totals(lines[1:] or lines)  # the first step waits for the first batch
     if shown:
         print(
@@ -86,7 +96,8 @@ def main() -> int:
         torch.set_num_threads(1)  # torch's threads wait by spinning, the workers need the others
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # With warn_only CUDA's attention would stay as it is.
+        torch.use_deterministic_algorithms(True)
     with process_group(settings.device):
         report(load_recipe(args.config), settings, args.out)
     return 0

@@ -102,6 +102,13 @@ class State:
         self._pipeline.restore(json.loads(state["pipeline"]))
 
 
+def save(state: dict[str, Any], folder: Path) -> None:
+    """Write a checkpoint, over another if need be: never one that is of both, and loads."""
+    if dist.get_rank() == 0:  # the others write when it has planned what
+        (folder / ".metadata").unlink(missing_ok=True)
+    dcp.save(state, checkpoint_id=folder)
+
+
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
     """Join the ranks that torchrun started; without it, be the only one."""
@@ -196,7 +203,7 @@ def train(recipe: Recipe, settings: Settings) -> Iterator[dict[str, Any]]:
             trainer.update(step.number, world / step.valid)
             done = step.number + 1
             if settings.every and done % settings.every == 0:
-                dcp.save(state, checkpoint_id=settings.checkpoint / f"step-{done}")
+                save(state, settings.checkpoint / f"step-{done}")
             if done == settings.steps:
                 break
         yield step.line()

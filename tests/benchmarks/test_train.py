@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from benchmarks.reproduce.losses import ours
+from benchmarks.train.__main__ import parse, report
 from benchmarks.train.model import make_language, make_vision
-from benchmarks.train.run import Settings, make_model, microbatches, process_group, train
+from benchmarks.train.run import Settings, make_model, microbatches, process_group, save, train
 from benchmarks.train.trainer import Trainer
 from zephon_mm.recipe import Recipe
 
@@ -97,10 +98,34 @@ def test_one_process_goes_on_where_two_were(
 
 
 def test_a_run_that_is_resumed_at_its_end_does_nothing(
-    tiny: Recipe, two: tuple[list[Any], Path]
+    tiny: Recipe, two: tuple[list[Any], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    settings = Settings(steps=SAVED_AT, resume=two[1])
     with process_group("cpu"):
-        assert not list(train(tiny, Settings(steps=SAVED_AT, resume=two[1])))
+        assert not list(train(tiny, settings))
+        report(tiny, settings, tmp_path / "new" / "lines")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_written_over_is_whole_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("ended")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with process_group("cpu"):
+        save({"one": torch.ones(2)}, tmp_path)
+        save({"one": torch.zeros(2)}, tmp_path)
+        with pytest.raises(RuntimeError, match="ended"):
+            save({"one": Broken()}, tmp_path)
+    command = ["train", "--config", "configs/tiny_vlm.toml", "--resume", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        parse()
+    assert "has no .metadata" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from zephon_mm.cli.bench import WAITS, limit_of
+from zephon_mm.cli.bench import WAITS, advice, limit_of
 from zephon_mm.cli.demo import RECIPE
 from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.main import main
+from zephon_mm.options import Options, cpus
 from zephon_mm.recipe import load_recipe
 
 
@@ -67,3 +68,17 @@ def test_data_of_one_batch_tells_no_rate(file: Path, capsys: pytest.CaptureFixtu
 )
 def test_what_the_driver_waits_for_limits(waits: dict[str, float], limit: str) -> None:
     assert limit_of(dict.fromkeys(WAITS.values(), 0.0) | waits | {"elapsed_s": 10.0}) == limit
+
+
+@pytest.mark.parametrize("limit", ["measuring", "decoding"])
+def test_nothing_is_advised_that_is_set_already(limit: str) -> None:
+    found = [
+        advice(limit, Options(runner=runner, workers=workers))
+        for runner, workers in (("thread", 1), ("process", cpus() - 1), ("process", cpus()))
+    ]
+    said = ('runner = "process"', f"workers = {cpus()}", "more CPUs")
+    assert [[one in text for one in said] for text in found] == [
+        [True, False, False],
+        [False, cpus() > 1, cpus() == 1],
+        [False, False, True],
+    ]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 
 from zephon_mm.errors import ConfigError
-from zephon_mm.options import cpus
+from zephon_mm.options import Options, cpus
 from zephon_mm.pipeline import Pipeline
 from zephon_mm.recipe import load_recipe
 
@@ -23,12 +23,13 @@ WAITS = {
     "decoding": "driver_wait_consumer_s",  # all that is planned is in work
     "memory": "driver_wait_memory_s",
 }
-_WORKERS = f'[options] runner = "process" and more workers, or more CPUs (here are {cpus()})'
+_INDEX = "`zephon-mm index RECIPE`"
 ADVICE = {
-    "measuring": f"`zephon-mm index RECIPE` does it once for all runs; {_WORKERS}",
-    "decoding": f'{_WORKERS}; [image_processor] decode = "scaled" for large JPEGs',
+    "measuring": f"{_INDEX} does it once for all runs; {{workers}}",
+    "decoding": '{workers}; [image_processor] decode = "scaled" for large JPEGs',
     "memory": "raise [options] memory_budget_bytes",
-    "planning": '`zephon-mm index RECIPE` makes it cheap; [options] runner = "process"',
+    "planning": f"{_INDEX} makes it cheap; {{workers}}",
+    "one thread": "it does all: {workers}",
 }
 """What makes the stage that limits faster."""
 
@@ -47,14 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     if need <= 0 or arguments.seconds <= 0:
         raise ConfigError("--need-tokens and --seconds must be above 0")
     with load_recipe(arguments.recipe).pipeline() as pipeline:
+        options = pipeline._options
         found = measure(pipeline, arguments.seconds)
     seconds = found["elapsed_s"]
     rate, images = found["tokens"] / seconds, found["images"] / seconds
     print(f"rate    {rate:,.0f} usable tokens/s, {images:,.0f} images/s, over {seconds:.1f} s")
     print(f"need    {need:,.0f} usable tokens/s")
     print(f"answer  {'yes' if rate >= need else 'no'}: {rate / need:.2f} times the need")
-    limit = limit_of(found)
-    print(f"limit   {limit}: {ADVICE[limit]}")
+    limit = "one thread" if options.runner == "inline" else limit_of(found)
+    print(f"limit   {limit}: {advice(limit, options)}")
     return 0 if rate >= need else 1
 
 
@@ -83,3 +85,15 @@ def limit_of(found: Mapping[str, float]) -> str:
     waits = {stage: found[name] for stage, name in WAITS.items()}
     waits["planning"] = found["elapsed_s"] - sum(waits.values())
     return max(waits, key=lambda stage: waits[stage])
+
+
+def advice(limit: str, options: Options) -> str:
+    """Return what makes a stage faster, of what is not set already."""
+    have = cpus()
+    if options.runner != "process":
+        workers = '[options] runner = "process"'
+    elif options.workers < have and limit != "planning":  # which is one thread's
+        workers = f"[options] workers = {have}"
+    else:
+        workers = f"more CPUs (here are {have})"
+    return ADVICE[limit].format(workers=workers)

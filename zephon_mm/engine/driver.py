@@ -299,13 +299,17 @@ class Driver:
         self._wait_until(measured.done, "measure")
 
     def _wait_until(self, condition: Callable[[], bool], why: str) -> None:
-        began = time.perf_counter()
         while not self._events.empty():  # requests do not wait for a condition to turn false
             self._handle(self._events.get())
         while not condition():
             self._decoding.flush()
-            self._handle(self._events.get())
-        self._metrics.add(f"driver_wait_{why}_s", time.perf_counter() - began)
+            self._wait(why)
+
+    def _wait(self, why: str) -> None:
+        """Handle the next event."""
+        with self._metrics.timed(f"driver_wait_{why}_s"):
+            event = self._events.get()
+        self._handle(event)
 
     def _handle(self, event: object) -> None:
         if self._closed or isinstance(event, _Close):
@@ -365,11 +369,9 @@ class Driver:
         if slab is None:
             self._bell.armed = True
             self._decoding.flush()
-            began = time.perf_counter()
             while (slab := self.arena.lease(num_bytes)) is None and self._planned > self._taken:
-                self._handle(self._events.get())
+                self._wait("memory")
             self._bell.armed = False
-            self._metrics.add("driver_wait_memory_s", time.perf_counter() - began)
         if slab is not None:
             return slab, self.arena.offset_of(slab)
         self._metrics.add("batches_in_ordinary_memory")
