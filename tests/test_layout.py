@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOME = {"readers": ROOT / "readers", "processors": ROOT / "processors"}
 MAX_FILE_LINES = 500
-MAX_CODE_LINES = 16_300  # of the package: without tests, blank lines, comments and docstrings
+MAX_CODE_LINES = 16_470  # of the package: without tests, blank lines, comments and docstrings
 MAX_FRAME_LINES = 11_335  # the same without readers, processors and writers: formats add up
 
 # Lower rows may not import higher ones; most rows' own members may not import one another.

@@ -88,7 +88,7 @@ CHUNKS: dict[str, Callable[[Any, Any, State], Any]] = {
     "empty": lambda _, refs, state: refs[:0],
     "of its own size": lambda _, refs, state: np.resize(refs, (10, 3)),
     "beyond the shard": lambda _, refs, state: np.add(refs, [0, 0, ROWS]),
-    "beyond it later": lambda _, refs, state: np.add(refs, [0, 0, ROWS * (state[0] > 500)]),
+    "beyond it later": lambda _, refs, state: np.add(refs, [0, 0, ROWS * (int(state[0]) > 500)]),
     "negative dataset": lambda _, refs, state: np.subtract(refs, [1, 0, 0]),
     "negative shard": lambda _, refs, state: np.subtract(refs, [0, 1, 0]),
     "int32": lambda _, refs, state: refs.astype(np.int32),

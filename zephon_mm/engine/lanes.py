@@ -270,7 +270,7 @@ class Lane:
     def _draw(self) -> None:
         try:
             chunk, self._state = self._next()
-        except Exception as error:  # of a server, say: what was drawn before is delivered first
+        except Exception as error:  # noqa: BLE001  # raised when all that was drawn is planned
             failed: Future[Items] = Future()
             failed.set_exception(error)
             self._queue.append(failed)
