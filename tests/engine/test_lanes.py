@@ -15,6 +15,7 @@ from tests.fixtures.memory import dataset, random_rows
 from zephon_mm.engine import lanes
 from zephon_mm.engine.lanes import FIRST_SEEN, Cursor, Lane, LanePlan
 from zephon_mm.engine.mixing import MixingLane
+from zephon_mm.engine.rawplan import RawLane
 from zephon_mm.errors import DataQualityError
 from zephon_mm.metrics import Metrics, skips
 from zephon_mm.ops.pack import PackConfig, make_packer
@@ -222,9 +223,9 @@ def test_a_source_that_gives_nothing_is_an_error_not_an_endless_loop() -> None:
         read(lane, 0, 1)
 
 
-@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize("kind", [Lane, MixingLane, RawLane])
 def test_a_source_whose_chunks_are_empty_is_an_error_not_an_endless_loop(
-    monkeypatch: pytest.MonkeyPatch, mixing: bool
+    monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     monkeypatch.setattr(lanes, "MOST_EMPTY", 1000)
 
@@ -235,11 +236,14 @@ def test_a_source_whose_chunks_are_empty_is_an_error_not_an_endless_loop(
 
     rows = dataset("a", random_rows(0, 40, []))
     source = Ending([rows], {"a": 1.0}, seed=3, stop_after_passes=1)
-    plan = make_plan(source=source.by_tokens() if mixing else source)
-    if mixing:
+    plan = make_plan(source=source.by_tokens() if kind is MixingLane else source)
+    if kind is MixingLane:
         plan = replace(plan, mix=PackConfig(16))
+    elif kind is RawLane:
+        plan = replace(plan, accumulators=lambda *_: [])
+    lane: Any = make_lane(plan, lane_type=kind)
     with pytest.raises(DataQualityError, match=r"lane 1 drew 1000 chunks without a row. A source"):
-        read(make_lane(plan, lane_type=MixingLane if mixing else Lane), 0, 1000)
+        lane.ready(1000, 1) if kind is RawLane else read(lane, 0, 1000)
 
 
 @pytest.mark.parametrize(("rate", "tolerated"), [(0.0, 0), (0.003, 3), (0.01, 10)])

@@ -42,6 +42,15 @@ MOST_EMPTY = 100_000
 """So many chunks without a row, one after another, are an error: it comes within seconds."""
 
 
+def check_gives(lane: int, empty: int) -> None:
+    """Raise a DataQualityError if a lane drew too many chunks without a row, one after another."""
+    if empty >= MOST_EMPTY:
+        raise DataQualityError(
+            f"lane {lane} drew {empty} chunks without a row. A source says by (None, state) "
+            "that a lane ends; a curriculum's next turn is to come sooner."
+        )
+
+
 class Cursor(NamedTuple):
     """A position in a lane: a window, the source's state at its start, sequences into it."""
 
@@ -282,11 +291,7 @@ class Lane:
             self._next_states.append(self._state)
             return
         self._empty = 0 if len(chunk.refs) else self._empty + 1
-        if self._empty >= MOST_EMPTY:
-            raise DataQualityError(
-                f"lane {self.number} drew {MOST_EMPTY} chunks without a row. A source says by "
-                "(None, state) that a lane ends; a curriculum's next turn is to come sooner."
-            )
+        check_gives(self.number, self._empty)
         for part in self._measured(chunk.refs):
             self._queue.append(part)
             self._tasks += 1

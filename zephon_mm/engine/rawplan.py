@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon_mm.engine.lanes import Cursor, LanePlan, WindowStart, flush, push
+from zephon_mm.engine.lanes import Cursor, LanePlan, WindowStart, check_gives, flush, push
 from zephon_mm.engine.planner import Planner, Position
 
 Rows = NDArray[np.int64]
@@ -68,6 +68,7 @@ class RawLane:
         self._drawn = self._kept_from = first - offset
         self._kept: Rows = np.empty((0, 3), dtype=np.int64)
         self._windows: deque[WindowStart] = deque()
+        self._empty = 0  # chunks drawn since a window had rows
         self._begin_window()
 
     @property
@@ -116,6 +117,8 @@ class RawLane:
             places = range(new, len(kept))
             order = [out for place in places for out in push(operators, place)]
             kept[new:] = kept[[*order, *flush(operators)]]
+        self._empty = 0 if len(kept) > new else self._empty + plan.chunks_per_window
+        check_gives(self.number, 0 if self.exhausted else self._empty)
         if plan.ahead:
             plan.ahead.measured(kept[new:])
         self._kept = kept
