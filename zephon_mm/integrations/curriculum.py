@@ -3,7 +3,8 @@
 The server is asked `GET URL?lane=3&window=17` and answers a JSON object, dataset name -> weight. It
 is asked when a lane draws the end of a window, and the answer is in the lane's state from the next
 window on. So a state has the answers for the windows that lanes are in, and a resume plans these
-again by them; the server is asked, anew, for the windows after them.
+again by them, and delivers what they give without their last chunk, if the server is gone; it is
+asked, anew, for the windows after them.
 
 No rank talks to another. A lane is planned by several ranks where topology, `balance` or a finite
 source asks for it, and after a restore by others, so **the server must answer equal questions
