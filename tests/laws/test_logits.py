@@ -104,9 +104,7 @@ CHATS: dict[str, Any] = {"fn": as_conversation, "template": "chatml"}
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "block"])
-@pytest.mark.parametrize(
-    ("kind", "chats"), [("siglip", {}), ("naflex", {}), ("siglip", CHATS), ("naflex", CHATS)]
-)
+@pytest.mark.parametrize(("kind", "chats"), [("siglip", {}), ("naflex", {}), ("siglip", CHATS)])
 def test_a_packed_document_gets_the_logits_that_it_gets_alone(
     kind: str, chats: dict[str, Any], attention: Attention, tmp_path: Path
 ) -> None:
