@@ -35,7 +35,7 @@ test: setup  ## Run all tests
 check: setup  ## Lint, check the format, check the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright --pythonpath $(BIN)/python && wait $$mypy
+	$(BIN)/mypy & $(BIN)/pyright --pythonpath $(BIN)/python; code=$$?; wait $$! && exit $$code
 
 fix: setup  ## Apply what lint and format can fix
 	$(BIN)/ruff check --fix

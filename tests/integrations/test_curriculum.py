@@ -66,6 +66,14 @@ def served(recipe: Recipe, server: Weights) -> Served:
     return Served(**{**settings_of, "global_batch_size": None}, url=server.url)
 
 
+def saved(recipe: Recipe, *, after: int, more: int) -> tuple[Any, dict[int, str]]:
+    """Return the state after so many batches, and the rows of those behind it."""
+    with recipe.build(prefetch_batches=1) as pipeline:
+        take(pipeline, after)
+        state = json.loads(json.dumps(pipeline.checkpoint()))
+        return state, digests(take(pipeline, more))
+
+
 def test_it_keeps_the_contract_of_work_sources(served: Served, server: Weights) -> None:
     check_work_source(served.source().with_windows(2))
     check_in_another_process(served.source().with_windows(2))
@@ -112,10 +120,7 @@ def test_any_topology_gives_the_batches_of_one_rank(served: Served) -> None:
 
 def test_a_resume_replays_the_answers_that_the_state_has(served: Served, server: Weights) -> None:
     recipe = replace(served, lanes=2, chunk_size=12, chunks_per_window=8)
-    with recipe.build(prefetch_batches=1) as pipeline:
-        take(pipeline, 80)
-        state = json.loads(json.dumps(pipeline.checkpoint()))
-        rows = digests(take(pipeline, 20))
+    state, rows = saved(recipe, after=80, more=20)
     begun = {int(lane): window for lane, (window, _, _) in state["lanes"].items()}
     assert max(begun.values()) >= 1
     server.requests.clear()
@@ -130,10 +135,7 @@ def test_a_resume_replays_the_answers_that_the_state_has(served: Served, server:
 
 def test_what_was_begun_is_delivered_without_the_server(served: Served, server: Weights) -> None:
     recipe = replace(served, lanes=1, chunk_size=20, chunks_per_window=10)
-    with recipe.build(prefetch_batches=1) as pipeline:
-        take(pipeline, 2)
-        state = json.loads(json.dumps(pipeline.checkpoint()))
-        rows = digests(take(pipeline, 60))
+    state, rows = saved(recipe, after=2, more=60)
     gone = replace(recipe, url="http://127.0.0.1:9/")
     found: list[Batch] = []
     told = pytest.raises(ConnectionError, match="window=1 gave no weights")

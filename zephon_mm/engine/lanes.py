@@ -283,6 +283,7 @@ class Lane:
             failed: Future[Items] = Future()
             failed.set_exception(error)
             self._queue.append(failed)
+            self._tasks += 1
             self._source_ended = True
             return
         if chunk is None:

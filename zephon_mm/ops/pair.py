@@ -8,7 +8,7 @@ Laws (tests/ops/test_pair.py):
 SigLIP's text tower reads out the last position and takes no mask, so a row must have the length
 that it was trained with, 64 (transformers PR#26522).
 
-Imports: errors, processors.marks, records, ops.interleave. Used by: stages, builder.
+Imports: errors, processors.marks, records, ops.interleave. Used by: builder.
 """
 
 from collections.abc import Mapping, Sequence
