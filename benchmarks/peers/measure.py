@@ -51,6 +51,8 @@ def rate(batches: Iterable[Any], seconds: float, warm_up: int) -> dict[str, floa
         if not start and number >= warm_up and now - first > seconds / 10:
             start, cpu = now, cpu_s()
             found.clear()
+    else:
+        raise ValueError("the data ended before the window did")
     _, samples, tokens = map(sum, zip(*found, strict=True))
     rates = {"samples_per_s": samples / (now - start), "tokens_per_s": tokens / (now - start)}
     return {**rates, "cpu_us": 1e6 * (cpu_s() - cpu) / samples, "batches": len(found)}

@@ -68,7 +68,8 @@ def start(peer: Peer, *commands: list[str], limit_s: float) -> list[Any]:
     python, said = python_of(peer)
     if not python:
         return [said] * len(commands)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # workers are enough
+    env = {**os.environ, **single, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:

@@ -2,7 +2,7 @@
 
 Settings: `LANES` lanes, two workers for all operators together ("global"), threads, which is its
 default on one machine (the `process` runner gives each operator processes of its own, 13 here);
-chunks of 1,024 (one must be smaller than the data), shards and the rows in them shuffled. The full
+chunks of 1,024 (one must be smaller than the data), shards and the rows in them shuffled, epoch after epoch. The full
 row is tokenised, packed best fit in 32 bins by `pack_sequences`, and pictures are decoded behind
 that (`map_transform`): it has no image step. Its promise is for steps of a multiple of `LANES`
 batches: a batch is one sequence, whatever the ranks.
@@ -23,8 +23,9 @@ LANES = 2
 def zephon(task: Task) -> Loader:
     """Return the pipeline."""
     data, mixture = Dataset.from_path("data", str(task.folder)), MixtureSpec({"data": 1.0})
+    endless = {"exhausted_policy": "repeat"}  # its default is one pass
     source = StaticMixtureWorkSource(
-        [data], mixture, chunk_size=1_024, seed=0, shuffle_within_shard=True
+        [data], mixture, chunk_size=1_024, seed=0, shuffle_within_shard=True, **endless
     )
     pipeline = Pipeline(source).options(world_size=task.ranks, global_rank=task.rank)
     if task.ranks > 1:

@@ -16,15 +16,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from itertools import combinations, islice
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from matplotlib.axes import Axes
 
-from benchmarks.reproduce.plain import Document, PlainLoader, documents
+from benchmarks.reproduce.plain import PlainLoader, documents
 from benchmarks.reproduce.tables import Result
 from benchmarks.train.run import Settings, Step, make_model, microbatches
 from benchmarks.train.trainer import Micro, Trainer
@@ -67,25 +69,40 @@ def ours(recipe: Recipe, degree: int, settings: Settings) -> Curve:
         return simulate(recipe, sources, settings)
 
 
-def plain(recipe: Recipe, data: Sequence[Document], degree: int, settings: Settings) -> Curve:
+def plain(recipe: Recipe, degree: int, settings: Settings) -> Curve:
     """Train on what the plain loaders of so many ranks deliver."""
-    length = recipe.tables["pack"]["max_length"]
+    data, length = documents(recipe), recipe.tables["pack"]["max_length"]
     loaders = [PlainLoader(data, length, degree, rank) for rank in range(degree)]
     return simulate(recipe, [loader.micros() for loader in loaders], settings)
 
 
-def processes(recipe: Recipe, degree: int, steps: int) -> Curve:
-    """Train with `benchmarks.train` in so many real processes."""
+def processes(recipe: Recipe, degree: int, settings: Settings) -> Curve:
+    """Train in fp32 with `benchmarks.train` in so many real processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps.jsonl"
         command = "-m torch.distributed.run --standalone -m --nproc-per-node"
-        options = f"--shape tiny_vlm --device cpu --digests --steps {steps}"
+        options = f"--shape tiny_vlm --device cpu --digests --steps {settings.steps}"
         command = [sys.executable, *command.split(), str(degree), "benchmarks.train"]
         command += [*options.split(), "--config", str(recipe.file), "--out", str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=env, check=True, capture_output=True)
         lines = [json.loads(line) for line in out.read_text().splitlines()]
     return [(line["loss"], line["sha256"]) for line in lines]
+
+
+OURS, PLAIN, GLOO = "zephon_mm", "DataLoader", "zephon_mm, gloo processes"
+LOADERS = {OURS: ours, PLAIN: plain, GLOO: processes}
+RUNS = {(loader, dtype): DEGREES for dtype in DTYPES for loader in (OURS, PLAIN)}
+RUNS[GLOO, "fp32"] = PROCESSES
+
+
+def curve(config: Path, loader: str, dtype: str, degree: int, steps: int) -> Curve:
+    """Train once, on one CPU in a process of its own."""
+    torch.set_num_threads(1)
+    settings = Settings(steps=steps, dtype=DTYPES[dtype], digests=True)
+    found = LOADERS[loader](load_recipe(config), degree, settings)
+    print(f"losses: {loader}, {dtype}, {degree} ranks done", file=sys.stderr, flush=True)
+    return found
 
 
 def difference(curves: Sequence[Curve]) -> float:
@@ -102,22 +119,21 @@ def equal_steps(curves: Sequence[Curve]) -> int:
     return sum(len({sha for _, sha in found}) == 1 for found in zip(*curves, strict=True))
 
 
-def measure(recipe: Recipe, steps: int) -> dict[tuple[str, str], list[Curve]]:
-    """Return the curves of all degrees, by loader and precision."""
-    data, found = documents(recipe), {}
-    for name, dtype in DTYPES.items():
-        settings = Settings(steps=steps, dtype=dtype, digests=True)
-        found["zephon_mm", name] = [ours(recipe, one, settings) for one in DEGREES]
-        found["DataLoader", name] = [plain(recipe, data, one, settings) for one in DEGREES]
-    found["zephon_mm, gloo processes", "fp32"] = [processes(recipe, n, steps) for n in PROCESSES]
-    return found
+def measure(config: Path, steps: int) -> dict[tuple[str, str], list[Curve]]:
+    """Return the curves of all degrees, by loader and precision; as many at once as CPUs."""
+    cpus = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cpus, mp_context=get_context("spawn")) as pool:
+        started = {
+            key: [pool.submit(curve, config, *key, degree, steps) for degree in degrees]
+            for key, degrees in RUNS.items()
+        }
+        return {key: [one.result() for one in curves] for key, curves in started.items()}
 
 
 def run(config: Path, *, short: bool) -> Result:
     """Return the table, a row for each loader, precision and kind of ranks."""
-    torch.set_num_threads(1)
     steps = SHORT_STEPS if short else STEPS
-    found = measure(load_recipe(config), steps)
+    found = measure(config, steps)
     rows = [
         [*key, len(found[key]), f"{equal_steps(found[key])} of {steps}", difference(found[key])]
         for key in found
@@ -127,9 +143,9 @@ def run(config: Path, *, short: bool) -> Result:
         f"{name}: the plain loader's curves differ {ratio:,.4g} times as much as ours (the paper's "
         "ratio to its baseline, for other models and data: 5.84)"
         for name in DTYPES
-        for ratio in [by_key["DataLoader", name] / by_key["zephon_mm", name]]
+        for ratio in [by_key[PLAIN, name] / by_key[OURS, name]]
     ]
-    both = equal_steps([found["zephon_mm", "fp32"][0], *found["zephon_mm, gloo processes", "fp32"]])
+    both = equal_steps([found[OURS, "fp32"][0], *found[GLOO, "fp32"]])
     notes += ["ranks: 1, 2, 4, 8 simulated; 1, 2, 4 gloo processes"]
     notes += [f"steps whose sha256 is the same simulated and in processes: {both} of {steps}"]
 

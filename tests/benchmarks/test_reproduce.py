@@ -59,8 +59,7 @@ def test_a_plain_pack_keeps_its_documents_apart(tiny: Recipe) -> None:
 def test_our_curves_are_equal_over_degrees_and_the_plain_loaders_are_not(tiny: Recipe) -> None:
     settings = Settings(steps=2, digests=True)
     mine = [ours(tiny, degree, settings) for degree in (1, 2)]
-    data = documents(tiny)
-    others = [plain(tiny, data, degree, settings) for degree in (1, 2)]
+    others = [plain(tiny, degree, settings) for degree in (1, 2)]
     assert (equal_steps(mine), equal_steps(others)) == (2, 0)
     assert difference(mine) < 1e-5 < difference(others)
 
