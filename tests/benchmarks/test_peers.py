@@ -15,6 +15,7 @@ from PIL import Image
 from benchmarks.contenders import photographs
 from benchmarks.data import make_data, write_benchmark_tokenizer
 from benchmarks.peers import ours, work
+from benchmarks.peers.measure import rate
 from benchmarks.peers.runs import PEERS, Peer, start
 from benchmarks.peers.table import COLUMNS, Bench, Plan, compare
 from zephon_mm.processors import SigLIPProcessor
@@ -40,6 +41,11 @@ def test_the_table_has_a_line_for_each_row_and_loader(tmp_path: Path) -> None:
     assert tuple(lines[0]) == COLUMNS
     assert [(line["row"], line["loader"]) for line in lines] == [("text", name) for name in names]
     assert all(float(line["samples/s"]) > 0 == len(line["usable tokens/s"]) for line in lines)
+
+
+def test_data_that_end_within_the_window_give_no_rate() -> None:
+    with pytest.raises(ValueError, match="the data ended before the window did"):
+        rate([[{"txt": b"a"}]] * 40, 5, 8)
 
 
 def test_the_full_row_counts_tokens_and_compares_ranks(tmp_path: Path) -> None:
