@@ -183,6 +183,17 @@ def test_inspect_tells_a_recipe_by_its_content(
     assert "format   jsonl" in shown
 
 
+@pytest.mark.parametrize("option", ["--step 0", "--state {}/state.json", "--json"])
+def test_what_is_of_a_recipe_needs_one(
+    file: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.with_name("state.json").write_text("{}")
+    words = option.format(file.parent).split()
+    status, shown = inspect([file.with_name("texts.jsonl"), *words], capsys)
+    assert status
+    assert "texts.jsonl" in shown
+
+
 def test_inspect_shows_the_rows_of_a_step(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = load_recipe(file).pipeline().provenance(7)
     status, shown = inspect([file, "--step", 7, "--json"], capsys)

@@ -67,7 +67,8 @@ def _state(path: str) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; return the exit status."""
-    if arguments.step is not None or _is_recipe(Path(arguments.path)):
+    given = (arguments.step, arguments.state, arguments.json or None)
+    if any(one is not None for one in given) or _is_recipe(Path(arguments.path)):
         return _inspect_recipe(arguments)
     data = dataset.opened("data", arguments, "path", schema=arguments.schema)
     if arguments.check:
