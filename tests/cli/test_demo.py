@@ -10,6 +10,7 @@ from PIL import Image
 
 from zephon_mm.cli.demo_training import has_fallen
 from zephon_mm.cli.main import main
+from zephon_mm.recipe import load_recipe
 
 
 @pytest.mark.slow
@@ -35,7 +36,8 @@ def test_data_only_makes_what_the_recipe_names_without_what_trains(tmp_path: Pat
     )
     words = ["demo", "--data-only", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=280)
-    assert main(["plan", str(tmp_path / "demo.toml"), "-n", "1"]) == 0
+    pipeline = load_recipe(tmp_path / "demo.toml").pipeline(runner="inline")
+    assert len(list(pipeline.plan(1))) == 1
 
 
 def test_a_loss_has_fallen_if_its_end_is_below_its_start() -> None:
