@@ -6,7 +6,7 @@ Laws (tests/readers/test_rowindex.py, tests/readers/test_files.py):
     3. A compressed file is unpacked once a machine, into the file cache, up to a limit; one that is
        cut or damaged is an error that names it.
 
-Imports: errors, filecache, records, rng, stores, webdataset (brace patterns), pyarrow (codecs).
+Imports: errors, filecache, records, rng, stores, braceexpand, pyarrow (codecs).
 Used by: the readers.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from braceexpand import braceexpand
 from numpy.typing import NDArray
-from webdataset.shardlists import expand_urls
 
 from zephon_mm.errors import DatasetError, SampleError
 from zephon_mm.filecache import FileCache, cache_folder
@@ -80,7 +80,7 @@ def list_files(path: Paths, suffixes: tuple[str, ...]) -> list[str]:
     if os.path.exists(text):
         return [text]
     if "{" in text:
-        files = expand_urls(text)
+        files = list(braceexpand(text))
         missing = [file for file in files if file != text and not glob.glob(file)]
         if len(files) > 1 and not missing:
             return list_files(files, suffixes)

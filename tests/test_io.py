@@ -90,8 +90,8 @@ def test_a_broken_reader_matters_only_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = EntryPoint("broken", "no_such_package:Reader", "zephon_mm.readers")
-    working = io_module._entries()
-    monkeypatch.setattr(io_module, "_entries", lambda: {"broken": broken, **working})
+    working = io_module.entries_of(io_module._GROUP)
+    monkeypatch.setattr(io_module, "entries_of", lambda group: {"broken": broken, **working})
     assert len(Dataset.from_path("d", CASES / "TAR-04", cache_dir=tmp_path)) == 6
     assert list(reader_classes("jsonl")) == ["jsonl"]
     with pytest.raises(ConfigError, match=r"'broken' = no_such_package:Reader cannot be imported"):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.fixtures.memory import (
     take,
 )
 from tests.fixtures.tokenizers import byte_level_bpe
+from zephon_mm import indexing
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.io import Dataset
 from zephon_mm.ops.tokenizer import TextTokenizer
@@ -427,3 +429,22 @@ def test_an_accumulator_that_returns_nothing_is_told(recipe: Recipe) -> None:
     pipeline.pack_flat(max_length=64).accumulate(lambda rng: Forgetful()).batch(microbatch_size=1)
     with pipeline, pytest.raises(TypeError, match=r"\.accumulate.* push must return an iterable"):
         next(iter(pipeline))
+
+
+def test_what_the_index_knows_is_not_measured_to_estimate_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 30))
+    (tmp_path / "rows.jsonl").write_text(rows)
+
+    def constants() -> Any:
+        data = Dataset.from_path("a", tmp_path / "rows.jsonl", cache_dir=tmp_path / "cache")
+        estimation = TokenEstimation(sample_rows=8)
+        mixture = StaticMixtureWorkSource([data], {"a": 1}, seed=1, token_estimation=estimation)
+        pipeline = Pipeline(mixture).options(runner="inline", canonical_replicas=2)
+        pipeline.interleave(tokenizer=byte_level_bpe()).pack_flat(max_length=64)
+        return pipeline.batch(microbatch_size=1).fingerprint()["source"]["constants"]
+
+    expected = constants()
+    monkeypatch.setattr(indexing, "make_runner", None)  # nobody could measure
+    assert constants() == expected

@@ -7,18 +7,22 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from zephon_mm.engine.ahead import Ahead
 from zephon_mm.engine.blocks import BLOCK_ROWS, RawContext
 from zephon_mm.engine.driver import EngineConfig
 from zephon_mm.engine.lanes import LanePlan
+from zephon_mm.engine.measuring import Measuring
 from zephon_mm.engine.order import Topology
-from zephon_mm.engine.schedule import TaskQueue
-from zephon_mm.engine.tasks import Context, measure, poisoned_sample
+from zephon_mm.engine.tasks import Context
 from zephon_mm.errors import ConfigError
-from zephon_mm.indexing import open_index
+from zephon_mm.indexing import open_index, started_queue
 from zephon_mm.io import Dataset
 from zephon_mm.media import MediaLayout
 from zephon_mm.metrics import Metrics
@@ -26,8 +30,6 @@ from zephon_mm.ops.map import name_of
 from zephon_mm.options import Options
 from zephon_mm.packed import AnyRecord
 from zephon_mm.protocols import Accumulator
-from zephon_mm.records import Record
-from zephon_mm.runners import make_runner
 from zephon_mm.stages import ShuffleStage, Stages
 
 INDEX_PAYS = "An index would pay: `zephon-mm index RECIPE`, or pipeline.build_index()."
@@ -111,7 +113,8 @@ def measure_factor(num_lanes: int, topology: Topology) -> float:
 def with_constants(source: Any, stages: Stages, options: Options) -> Any:
     """Return the source, told of windows, its constants measured on fixed rows if it needs some.
 
-    A runner of the pipeline's kind measures: a sample that hangs or crashes is contained by it.
+    What the index does not know is measured by a runner of the pipeline's kind: a sample that hangs
+    or crashes is contained by it. The index is filled.
     """
     if hasattr(source, "with_windows"):
         source = source.with_windows(options.flush_every_k_chunks)
@@ -119,24 +122,24 @@ def with_constants(source: Any, stages: Stages, options: Options) -> Any:
         return source
     if stages.interleave is None:
         raise ConfigError("estimating tokens needs .interleave or .tokenize")
-    runner = make_runner(
-        options.runner,
-        stages.context(source.datasets),
-        workers=options.workers,
-        task_timeout_s=options.task_timeout_s,
-    )
-    queue = TaskQueue(runner)
+    context = stages.context(source.datasets)
+    index = open_index(stages, options, context)
+    with ExitStack() as stack:
+        # Workers take seconds to start: only if the index lacks a row.
+        queue = cache(lambda: stack.enter_context(started_queue(options, context)))
 
-    def count_tokens(dataset: int, rows: list[tuple[int, int]]) -> list[int | None]:
-        refs = [(dataset, shard, row) for shard, row in rows]
-        measured = queue.submit((0,), measure, refs, poisoned_sample).result()
-        return [item.num_tokens if isinstance(item, Record) else None for item in measured]
+        def count_tokens(dataset: int, rows: list[tuple[int, int]]) -> list[int | None]:
+            refs = np.array([(dataset, *row) for row in rows])
+            items = [None] if index is None else list(index.lookup(refs))
+            if None in items:
+                parts = Measuring(queue(), index, options.task_rows)((0,), refs)
+                items = [item for part in parts for item in part.result()]
+            return [getattr(item, "num_tokens", None) for item in items]
 
-    try:
-        return source.with_constants(source.estimate(count_tokens))
-    finally:
-        queue.close()
-        runner.shutdown(wait=True, cancel_futures=True)
+        source = source.with_constants(source.estimate(count_tokens))
+    if index is not None:
+        index.save()
+    return source
 
 
 def fingerprint(

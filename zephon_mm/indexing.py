@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -117,6 +118,20 @@ def state_of_index(source: Any, stages: Stages, options: Options) -> tuple[bool,
     return index.complete, f"{known} of {rows} samples are known, in {' and '.join(folders)}"
 
 
+@contextmanager
+def started_queue(options: Options, context: Context) -> Iterator[TaskQueue]:
+    """Return a queue of a new runner, as the options say, for measuring alone."""
+    runner = make_runner(
+        options.runner, context, workers=options.workers, task_timeout_s=options.task_timeout_s
+    )
+    queue = TaskQueue(runner)
+    try:
+        yield queue
+    finally:
+        queue.close()
+        runner.shutdown(wait=True, cancel_futures=True)
+
+
 def build_index(
     source: Any, stages: Stages, options: Options, *, rebuild: bool, progress: bool
 ) -> dict[str, dict[str, Any]]:
@@ -131,12 +146,10 @@ def build_index(
         raise ConfigError(
             f"this pipeline has no index: {reason or 'open its datasets with Dataset.from_path'}"
         )
-    runner = make_runner(
-        options.runner, context, workers=options.workers, task_timeout_s=options.task_timeout_s
-    )
-    queue = TaskQueue(runner)
     found = {}
-    try:
+    with ExitStack() as stack:
+        queue = stack.enter_context(started_queue(options, context))
+        stack.callback(index.save)  # also what was measured before an interrupt
         for number, (dataset, table) in enumerate(zip(context.datasets, index.tables, strict=True)):
             assert table is not None
             if rebuild:
@@ -151,10 +164,6 @@ def build_index(
             with bar:
                 _fill(table, _tasks(table, number, options.task_rows), queue, index, bar)
             found[dataset.name] = {"rows": table.num_rows, **table.summary()}
-    finally:
-        index.save()
-        queue.close()
-        runner.shutdown(wait=True, cancel_futures=True)
     return found
 
 

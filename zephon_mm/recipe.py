@@ -29,14 +29,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from zephon_mm.engine.order import Topology, check_topology
 from zephon_mm.engine.tasks import detect_schema
 from zephon_mm.errors import ConfigError, DatasetError
-from zephon_mm.io import Dataset, reader_classes
+from zephon_mm.io import Dataset, entries_of, reader_classes
 from zephon_mm.meshes import without_mesh
 from zephon_mm.ops.pack import PackConfig
 from zephon_mm.options import Options
@@ -245,7 +244,7 @@ def _processor(table: Table | None, image: Any = None) -> Any:
     """Return the processor that a section describes, one of frames with `image`; None without."""
     if table is None:
         return None
-    entries = {entry.name: entry for entry in entry_points(group="zephon_mm.processors")}
+    entries = entries_of("zephon_mm.processors")
     kind = table.get("kind", "siglip")
     if not isinstance(kind, str) or kind not in entries:
         raise ConfigError(f"kind must be one of {', '.join(sorted(entries))}, got {kind!r}")

@@ -10,8 +10,8 @@ from benchmarks.train.run import Settings
 
 
 @pytest.mark.slow
-def test_the_check_runs_on_a_cpu_and_finds_equal_digests(tmp_path: Path) -> None:
-    recipe = recipe_on_photographs("tiny_vlm", tmp_path, 24)
+def test_the_check_runs_on_a_cpu_and_finds_equal_digests(photographs: Path) -> None:
+    recipe = recipe_on_photographs("tiny_vlm", photographs, 24)
     found = check(recipe, Settings(steps=3, dtype=torch.bfloat16, digests=True))
     assert found["digests_equal"]
     assert found["tensors_equal"]

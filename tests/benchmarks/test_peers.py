@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.contenders import photographs
-from benchmarks.data import make_data, write_benchmark_tokenizer
+from benchmarks import contenders
 from benchmarks.peers import ours, work
 from benchmarks.peers.measure import rate
 from benchmarks.peers.runs import PEERS, Peer, start
@@ -33,9 +32,10 @@ def test_everyone_decodes_to_our_pixels() -> None:
     assert np.array_equal(work.picture(file.getvalue()).numpy(), found)
 
 
-def test_the_table_has_a_line_for_each_row_and_loader(tmp_path: Path) -> None:
+def test_the_table_has_a_line_for_each_row_and_loader(photographs: Path, tmp_path: Path) -> None:
     rows, names = ("text",), ("zephon_mm", "torch")
-    compare(tmp_path, Plan(rows, names, 1, 0.1, warm_up=1, counts=COUNTS)).write("peers", tmp_path)
+    plan = Plan(rows, names, 1, 0.1, warm_up=1, counts=COUNTS)
+    compare(photographs, plan).write("peers", tmp_path)
     with (tmp_path / "peers.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert tuple(lines[0]) == COLUMNS
@@ -48,20 +48,18 @@ def test_data_that_end_within_the_window_give_no_rate() -> None:
         rate([[{"txt": b"a"}]] * 40, 5, 8)
 
 
-def test_the_full_row_counts_tokens_and_compares_ranks(tmp_path: Path) -> None:
-    make_data(tmp_path / "photos", num_samples=COUNTS["full"])
-    write_benchmark_tokenizer(tmp_path / "tokenizer")
-    bench = Bench(tmp_path, Plan(("full",), ("torch",), 1, 0.1, warm_up=1, steps=2, counts=COUNTS))
+def test_the_full_row_counts_tokens_and_compares_ranks(photographs: Path) -> None:
+    plan = Plan(("full",), ("torch",), 1, 0.1, warm_up=1, steps=2, counts=COUNTS)
+    bench = Bench(photographs, plan)
     (found,) = bench.rates()["full", "torch"]
     tokens = found["tokens_per_s"] / found["samples_per_s"]
     assert work.IMAGE_TOKENS < tokens < work.IMAGE_TOKENS + 400
     assert bench.elastic("torch") == ["4 of 4", "not offered", "not offered"]
 
 
-def test_ours_are_the_same_documents(tmp_path: Path) -> None:
-    photos, tokens = make_data(tmp_path / "photos", num_samples=16), tmp_path / "tokenizer"
-    write_benchmark_tokenizer(tokens)
-    rows = {row["txt"]: row["jpg"] for row in photographs(str(tmp_path / "any"))}
+def test_ours_are_the_same_documents(photographs: Path) -> None:
+    photos, tokens = photographs / "photos", photographs / "tokenizer"
+    rows = {row["txt"]: row["jpg"] for row in contenders.photographs(str(photographs / "any"))}
     task = work.Task(photos, full=True)
     (batch,) = islice(ours.zephon_mm(task).batches, 1)
     ids = batch.ids[batch.ids != work.PAD]

@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 
 from zephon_mm.cli.bench import WAITS, advice, limit_of
-from zephon_mm.cli.demo import RECIPE
-from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.main import main
 from zephon_mm.options import Options, cpus
 from zephon_mm.recipe import load_recipe
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    make_demo_data(
-        folder / "data", num_captions=40, num_shards=2, num_stories=20, num_chats=8, num_films=3
-    )
-    (folder / "demo.toml").write_text(RECIPE.replace('"process"', '"thread"'))
-    return folder / "demo.toml"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("need", "status"), [("1", 0), ("1e12", 1)])
 def test_the_status_says_whether_the_need_is_met(
-    file: Path, need: str, status: int, capsys: pytest.CaptureFixture[str]
+    demo: Path, need: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", str(file), "--need-tokens", need, "--seconds", "0.3"]) == status
+    assert main(["bench", str(demo), "--need-tokens", need, "--seconds", "0.3"]) == status
     rate, needed, answer, limit = capsys.readouterr().out.splitlines()
     assert int(re.findall(r"[\d,]+", rate)[0].replace(",", "")) > 0
     assert needed == f"need    {float(need):,.0f} usable tokens/s"
@@ -45,9 +33,9 @@ def test_numbers_that_tell_nothing_are_refused(
 
 
 @pytest.mark.slow
-def test_data_of_one_batch_tells_no_rate(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = file.read_text().replace("seed = 7", "seed = 7\nstop_after_passes = 1", 1)
-    one = file.with_name("one.toml")
+def test_data_of_one_batch_tells_no_rate(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = demo.read_text().replace("seed = 7", "seed = 7\nstop_after_passes = 1", 1)
+    one = demo.with_name("one.toml")
     one.write_text(text.replace("_size = 24", "_size = 1").replace("_size = 4\n", "_size = 1\n"))
     count = len(list(load_recipe(one).pipeline().plan(10_000)))
     one.write_text(

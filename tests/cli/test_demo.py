@@ -1,13 +1,16 @@
 """The demo runs through: data, training, more ranks, pictures."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from zephon_mm.cli.demo import has_fallen
+from zephon_mm.cli.demo_training import has_fallen
 from zephon_mm.cli.main import main
+from zephon_mm.recipe import load_recipe
 
 
 @pytest.mark.slow
@@ -26,9 +29,15 @@ def test_a_short_demo_leaves_its_files_and_equal_digests(
 
 
 @pytest.mark.slow
-def test_data_only_makes_what_the_recipe_names(tmp_path: Path) -> None:
-    assert main(["demo", "--data-only", "--out", str(tmp_path)]) == 0
-    assert main(["plan", str(tmp_path / "demo.toml"), "-n", "1"]) == 0
+def test_data_only_makes_what_the_recipe_names_without_what_trains(tmp_path: Path) -> None:
+    code = (
+        "import sys; from zephon_mm.cli.main import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'matplotlib', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    words = ["demo", "--data-only", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=280)
+    pipeline = load_recipe(tmp_path / "demo.toml").pipeline(runner="inline")
+    assert len(list(pipeline.plan(1))) == 1
 
 
 def test_a_loss_has_fallen_if_its_end_is_below_its_start() -> None:

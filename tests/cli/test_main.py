@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from zephon_mm.cli.demo import RECIPE
-from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.main import COMMANDS, main
 from zephon_mm.errors import ConfigError
 from zephon_mm.recipe import load_recipe
@@ -42,14 +40,11 @@ def test_an_error_of_the_user_is_a_message_and_2(
 
 
 @pytest.mark.slow
-def test_plan_shows_the_next_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_demo_data(tmp_path / "data", num_captions=40, num_shards=2, num_stories=20)
-    file = tmp_path / "demo.toml"
-    file.write_text(RECIPE)
-    assert main(["plan", str(file), "-n", "3"]) == 0
+def test_plan_shows_the_next_sequences(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(demo), "-n", "3"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["number", "tokens", "images", "samples"]
-    planned = load_recipe(file).pipeline().plan(3)
+    planned = load_recipe(demo).pipeline().plan(3)
     for row, one in zip(rows, planned, strict=True):
         numbers = [int(word) for word in re.findall(r"\d+", row)[:3]]
         assert numbers == [one.number, one.num_tokens, one.num_images]
@@ -58,12 +53,9 @@ def test_plan_shows_the_next_sequences(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_index_measures_every_sample_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unknown: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = {"num_captions": 40, "num_stories": 20, "num_chats": 10, "num_films": 6}
-    make_demo_data(tmp_path / "data", num_shards=2, **counts)
-    file = tmp_path / "demo.toml"
-    file.write_text(RECIPE)
+    file = unknown
     assert main(["plan", str(file), "-n", "5"]) == 0
     planned = capsys.readouterr().out
     assert main(["index", str(file), "--quiet"]) == 0

@@ -6,21 +6,18 @@ from pathlib import Path
 import pytest
 
 from zephon_mm.batch import step_sha256
-from zephon_mm.cli.demo import RECIPE
-from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.main import main
 from zephon_mm.cli.verify import Combination, Delivered, first_difference, report
 from zephon_mm.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("demo")
-    make_demo_data(folder / "data", num_captions=40, num_shards=2, num_stories=20)
-    text = RECIPE.replace("global_batch_size = 24", "global_batch_size = 6")
+def recipe(demo: Path) -> str:
+    text = demo.read_text().replace("global_batch_size = 24", "global_batch_size = 6")
     text = text.replace("canonical_replicas = 24", "canonical_replicas = 4")
-    (folder / "demo.toml").write_text(text.replace("microbatch_size = 4", "microbatch_size = 1"))
-    return str(folder / "demo.toml")
+    file = demo.with_name("verify.toml")
+    file.write_text(text.replace("microbatch_size = 4", "microbatch_size = 1"))
+    return str(file)
 
 
 def verify(recipe: str, *words: str) -> int:

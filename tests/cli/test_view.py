@@ -5,18 +5,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from zephon_mm.cli.demo import RECIPE
-from zephon_mm.cli.demo_data import make_demo_data
 from zephon_mm.cli.main import main
 from zephon_mm.errors import ConfigError
 
 
 @pytest.mark.slow
-def test_each_batch_becomes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_demo_data(tmp_path / "data", num_captions=40, num_shards=2, num_stories=20)
-    recipe = tmp_path / "demo.toml"
-    recipe.write_text(RECIPE)
-    assert main(["view", str(recipe), "-n", "2", "--out", str(tmp_path / "out")]) == 0
+def test_each_batch_becomes_a_png(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(demo), "-n", "2", "--out", str(tmp_path / "out")]) == 0
     files = [tmp_path / "out" / f"batch-{number:03}.png" for number in range(2)]
     assert capsys.readouterr().out.split() == list(map(str, files))
     assert sorted((tmp_path / "out").iterdir()) == files

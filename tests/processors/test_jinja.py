@@ -52,15 +52,16 @@ def reference(plain: Tokenizer, name: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(plain.to_str()), **names)
 
 
-def same_as_transformers(theirs: PreTrainedTokenizerFast, name: str, chat: str) -> None:
+def same_as_transformers(theirs: PreTrainedTokenizerFast, name: str, *chats: str) -> None:
     ours = TextTokenizer.load(theirs)
     assert ours.chat_template == source(name)
-    turns, tools = CHATS[chat], TOOLS if chat == "tools" else None
-    if name in TAKES_PARTS:
-        turns = [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in turns]
-    expected = theirs.apply_chat_template(turns, tools=tools)["input_ids"]
-    rendered = ours.chat(source(name), ("assistant",), {}).render(document(turns, tools or ()))
-    assert ours.encode_marked(rendered.text)[0] == expected
+    for chat in chats:
+        turns, tools = CHATS[chat], TOOLS if chat == "tools" else None
+        if name in TAKES_PARTS:
+            turns = [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in turns]
+        expected = theirs.apply_chat_template(turns, tools=tools)["input_ids"]
+        rendered = ours.chat(source(name), ("assistant",), {}).render(document(turns, tools or ()))
+        assert ours.encode_marked(rendered.text)[0] == expected
 
 
 KNOW_NO_TOOLS = {"chatml", "phi3", "qwen2_5_vl", "vicuna", "llava_next", "llava_next_training"}
@@ -101,9 +102,7 @@ def test_a_space_in_front_is_added_where_the_library_adds_it(name: str, scheme: 
 
 @pytest.mark.slow
 def test_with_qwens_vocabulary_too() -> None:
-    theirs = reference(make.qwen(), "qwen3")
-    for chat in CHATS:
-        same_as_transformers(theirs, "qwen3", chat)
+    same_as_transformers(reference(make.qwen(), "qwen3"), "qwen3", *CHATS)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_next"])

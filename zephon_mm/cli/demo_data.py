@@ -13,6 +13,7 @@ Imports: rng. Used by: cli.main, benchmarks, tests.
 import io
 import json
 import math
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from webdataset.writer import TarWriter
 
 from zephon_mm.rng import Stream
 
@@ -132,11 +132,16 @@ def make_demo_data(
 
 def write_shard(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     """Write WebDataset samples (`__key__`, then suffix -> str or bytes) into one tar file."""
-    # A fixed time, user and group make the bytes a function of the samples.
+    # The header's time, user and group are fixed: the bytes are a function of the samples.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file, TarWriter(file, mtime=0) as writer:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for sample in samples:
-            writer.write(sample)
+            for suffix in sorted(sample.keys() - {"__key__"}):
+                value = sample[suffix]
+                content = value.encode() if isinstance(value, str) else value
+                member = tarfile.TarInfo(f"{sample['__key__']}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int) -> None:

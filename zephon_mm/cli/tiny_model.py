@@ -8,7 +8,7 @@ Law: the loss of packed documents is that of the same documents alone, weighted 
 Cost: 0.8 million weights at a vocabulary of 512; a step of 4 x 256 tokens with 10 images takes
 about 0.1 s on two cores.
 
-Imports: nothing from the package. Used by: cli.demo, notebooks.
+Imports: nothing from the package. Used by: cli.demo_training, notebooks.
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ goes on from its checkpoint.
 
 Cost: each combination loads, decodes and hashes all sequences once.
 
-Imports: batch, checkpoint, errors, options, pipeline, recipe. Used by: cli.main, cli.demo.
+Imports: batch, checkpoint, errors, options, pipeline, recipe. Used by: cli.main, cli.demo_training.
 """
 
 import argparse
