@@ -2,10 +2,10 @@
 
 Settings: `LANES` lanes, two workers for all operators together ("global"), threads, which is its
 default on one machine (the `process` runner gives each operator processes of its own, 13 here);
-chunks of 1,024 (one must be smaller than the data), shards and the rows in them shuffled, epoch after epoch. The full
-row is tokenised, packed best fit in 32 bins by `pack_sequences`, and pictures are decoded behind
-that (`map_transform`): it has no image step. Its promise is for steps of a multiple of `LANES`
-batches: a batch is one sequence, whatever the ranks.
+chunks of 1,024 (one must be smaller than the data), shards and the rows in them shuffled, epoch
+after epoch. The full row is tokenised, packed best fit in 32 bins by `pack_sequences`, and pictures
+are decoded behind that (`map_transform`): it has no image step. Its promise is for steps of a
+multiple of `LANES` batches: a batch is one sequence, whatever the ranks.
 
 Imports: .work. Used by: .measure.
 """
