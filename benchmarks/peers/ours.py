@@ -26,7 +26,7 @@ def zephon_mm(task: Task) -> Loader:
     pipeline.interleave(tokenizer=task.tokenizer, image_processor=processor)
     pipeline.pack_flat(max_length=LENGTH, algorithm="best_fit", max_images=32)
     pipeline.shuffle(buffer_size=64, seed=0).batch(microbatch_size=task.packs)
-    pipeline.options(chunk_size=64, flush_every_k_chunks=4)
+    pipeline.options(chunk_size=64, flush_every_k_chunks=4, index="off")
     if task.state is not None:
         pipeline.restore(task.state)
     return Loader(map(_delivered, pipeline), pipeline.checkpoint)

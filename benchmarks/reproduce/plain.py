@@ -4,8 +4,8 @@ It is what training scripts do by hand: the documents are dealt to ranks by a sh
 each rank packs its own, one after another, until the next does not fit. To go on it skips as many
 documents as all ranks had taken; what lay in open packs is lost, and ranks are another number then.
 
-The documents, tokens and pixels are those of our pipeline, so that only the order and the packing
-differ.
+The documents, tokens and pixels are those of our pipeline; what differs is the order, the packing,
+and how often a document comes: once an epoch, where ours has the recipe's shares.
 
 Imports: the package, benchmarks.train.trainer. Used by: benchmarks.reproduce.
 """

@@ -57,6 +57,8 @@ def parse() -> argparse.Namespace:
             f"{args.resume} has no .metadata, which is written last: it is no checkpoint, or a run "
             "ended while it was written. Resume from the one before"
         )
+    if args.device == "cuda" and not CUDA:
+        parser.error("--device cuda: torch finds no CUDA device here")
     args.shape = args.shape or args.config.stem
     if args.shape not in SHAPES:
         parser.error(f"no model is named {args.shape}: give --shape")

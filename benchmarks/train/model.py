@@ -8,6 +8,7 @@ Laws (tests/benchmarks/test_train.py):
 Imports: transformers, nothing from the package. Used by: benchmarks.train.run, .reproduce.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,26 +41,55 @@ SHAPES = {
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
+def _loaded(kind: Any, folder: str, **options: Any) -> Any:
+    """Return a model with the weights in a folder, on the CPU.
+
+    Raises:
+        ValueError: There is no such folder, or it lacks weights, which would be random ones.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: there is no such folder; give one with a model's weights")
+    with torch.device("cpu"):  # on another transformers would ask for accelerate
+        model, found = kind.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **options
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of a {kind.__name__}, such as {missing[0]}: "
+            "it is of another model; give one of this kind"
+        )
+    return model
+
+
 def make_vision(shape: str, folder: str | None = None) -> SiglipVisionModel:
-    """Return an encoder with the weights in a folder, on the CPU, or with random ones."""
+    """Return an encoder with the weights in a folder, on the CPU, or with random ones.
+
+    Raises:
+        ValueError: As `_loaded`.
+    """
     if folder:
-        with torch.device("cpu"):  # on another transformers would ask for accelerate
-            return SiglipVisionModel.from_pretrained(
-                folder, vision_use_head=False, dtype=torch.float32
-            )
+        encoder: SiglipVisionModel = _loaded(SiglipVisionModel, folder, vision_use_head=False)
+        return encoder
     return SiglipVisionModel(SiglipVisionConfig(**SHAPES[shape][0], vision_use_head=False))
 
 
 def make_language(
     shape: str, vocab_size: int, attention: str, folder: str | None = None
 ) -> Qwen3ForCausalLM:
-    """Return a language model for `to_training(attention=...)`, with at least so many tokens."""
+    """Return a language model for `to_training(attention=...)`, with at least so many tokens.
+
+    Raises:
+        ValueError: As `_loaded`, or the folder's model has fewer tokens.
+    """
     how = IMPLEMENTATION[attention]
     if folder:
-        with torch.device("cpu"):
-            return Qwen3ForCausalLM.from_pretrained(
-                folder, attn_implementation=how, dtype=torch.float32
+        model: Qwen3ForCausalLM = _loaded(Qwen3ForCausalLM, folder, attn_implementation=how)
+        if model.config.vocab_size < vocab_size:
+            raise ValueError(
+                f"{folder} has {model.config.vocab_size} tokens, the recipe's tokenizer "
+                f"{vocab_size}: give the recipe the tokenizer of the model"
             )
+        return model
     config = Qwen3Config(**SHAPES[shape][1], rope_parameters=ROPE, tie_word_embeddings=True)
     config.vocab_size = max(config.vocab_size, vocab_size)
     config._attn_implementation = how
@@ -79,7 +109,7 @@ class VLM(nn.Module):
         self, vision: SiglipVisionModel, language: Qwen3ForCausalLM, image_token_id: int
     ) -> None:
         super().__init__()
-        self.image_token_id = image_token_id
+        self.image_token_id, self._fits = image_token_id, False
         self.vision, self.language = vision.requires_grad_(False).eval(), language
         dim = language.config.hidden_size
         first = nn.Linear(vision.config.hidden_size, dim)
@@ -102,18 +132,23 @@ class VLM(nn.Module):
             pixel_values: (N, 3, H, W) float; at least one, which has no placeholders if the batch
                 has no image.
             **attention: What keeps documents apart.
+
+        Raises:
+            ValueError: The first images have other numbers of patches than of placeholders.
         """
         embeddings = self.language.model.embed_tokens(input_ids)
         places = input_ids == self.image_token_id
         with torch.no_grad():
             patches = self.vision(pixel_values).last_hidden_state
         patches = self.projector(patches).flatten(0, 1).to(embeddings.dtype)
-        # On CUDA counting would wait for the device; index_select checks there.
-        if not places.is_cuda and (found := int(places.sum())) not in (0, len(patches)):
-            raise ValueError(
-                f"the batch has {found} image placeholders, its images have {len(patches)} "
-                "patches: give the recipe the image and patch size of the model"
-            )
+        if not self._fits:  # on CUDA counting waits for the device: only until there is an image
+            found = int(places.sum())
+            if found not in (0, len(patches)):
+                raise ValueError(
+                    f"the batch has {found} image placeholders, its images have {len(patches)} "
+                    "patches: give the recipe the image and patch size of the model"
+                )
+            self._fits = found > 0
         # So would masked_scatter's backward. Other tokens read a patch, and do not use it.
         order = (places.flatten().cumsum(0) - 1).clamp_(min=0)
         spread = patches.index_select(0, order).view_as(embeddings)

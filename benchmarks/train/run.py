@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.train.model import VLM, make_language, make_vision, shard
 from benchmarks.train.trainer import Micro, Trainer
 from zephon_mm.batch import step_sha256
+from zephon_mm.errors import ConfigError
 from zephon_mm.integrations.cuda import on_device
 from zephon_mm.ops.tokenizer import TextTokenizer
 from zephon_mm.pipeline import Pipeline
@@ -166,6 +167,21 @@ class Step:
         return found
 
 
+def step_sizes(recipe: Recipe, world: int) -> tuple[int, int]:
+    """Return the sequences of a step, and the microbatches of one rank of so many.
+
+    Raises:
+        ConfigError: It is no recipe for the model, or says no size of a step.
+    """
+    if not recipe.tables.keys() >= {"interleave", "image_processor"}:
+        raise ConfigError(f"{recipe.file}: training needs [interleave] and [image_processor]")
+    sizes = recipe.tables["batch"]
+    if "global_batch_size" not in sizes:
+        raise ConfigError(f"{recipe.file}: training needs global_batch_size in [batch]")
+    size: int = sizes["global_batch_size"]
+    return size, size // (world * sizes["microbatch_size"])
+
+
 def train(recipe: Recipe, settings: Settings) -> Iterator[dict[str, Any]]:
     """Train up to step `settings.steps`, in a process group; yield what each step was.
 
@@ -173,18 +189,20 @@ def train(recipe: Recipe, settings: Settings) -> Iterator[dict[str, Any]]:
         `step` from 0; over all ranks its `loss`, `valid` labels, `tokens` (no padding) and
         `samples`; `step_s`; `wait_s`, what the rank that waited longest for data did; its `sha256`
         where digests are on.
+
+    Raises:
+        ConfigError: As `step_sizes`, or the recipe cannot work.
     """
     world = dist.get_world_size()
-    model = make_model(recipe, settings)
-    shard(model, init_device_mesh(settings.device, (world,)), settings.dtype)
-    trainer = Trainer(model, settings.dtype, settings.learning_rate)
-    sizes = recipe.tables["batch"]
-    per_step = sizes["global_batch_size"] // (world * sizes["microbatch_size"])
+    size, per_step = step_sizes(recipe, world)
     with recipe.pipeline(dp_degree=world, dp_rank=dist.get_rank(), **settings.options) as pipeline:
+        model = make_model(recipe, settings)  # after what the recipe lacks was told
+        shard(model, init_device_mesh(settings.device, (world,)), settings.dtype)
+        trainer = Trainer(model, settings.dtype, settings.learning_rate)
         state = {"train": State(trainer, pipeline)}
         if settings.resume:
             dcp.load(state, checkpoint_id=settings.resume)
-        first = pipeline.checkpoint()["delivered"] // sizes["global_batch_size"]
+        first = pipeline.checkpoint()["delivered"] // size
         if first >= settings.steps:
             return
 

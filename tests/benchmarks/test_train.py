@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.train.__main__ import parse, report
 from benchmarks.train.model import make_language, make_vision
 from benchmarks.train.run import Settings, make_model, microbatches, process_group, save, train
 from benchmarks.train.trainer import Trainer
+from zephon_mm.errors import ConfigError
 from zephon_mm.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -182,10 +184,39 @@ def test_weights_come_from_local_folders(tiny: Recipe, tmp_path: Path) -> None:
         assert make_language("tiny_vlm", 0, "sdpa", folders["language"]).device.type == "cpu"
 
 
-def test_images_of_another_size_are_refused(tiny: Recipe) -> None:
+def test_weights_that_are_not_there_are_never_random_ones(tiny: Recipe, tmp_path: Path) -> None:
+    model = make_model(tiny, Settings())
+    model.vision.save_pretrained(tmp_path / "vision")
+    model.language.save_pretrained(tmp_path / "language")
+    other = {"vision": str(tmp_path / "language"), "language": str(tmp_path / "vision")}
+    for name, folder in other.items():
+        with pytest.raises(ValueError, match=rf"{folder} lacks \d+ weights .* of another model"):
+            make_model(tiny, Settings(**{name: folder}))
+        with pytest.raises(ValueError, match="owner/name: there is no such folder"):
+            make_model(tiny, Settings(**{name: "owner/name"}))
+    with pytest.raises(ValueError, match="the tokenizer of the model"):
+        make_language("tiny_vlm", 513, "sdpa", other["vision"])
+
+
+@pytest.mark.parametrize("section", ["interleave", "image_processor", "batch"])
+def test_a_recipe_that_no_such_model_is_trained_on_says_what_it_lacks(
+    tiny: Recipe, section: str
+) -> None:
+    tables = {name: table for name, table in tiny.tables.items() if name != section}
+    tables.setdefault("batch", {"microbatch_size": 1})
+    with process_group("cpu"), pytest.raises(ConfigError, match=rf"needs .*\[{section}\]"):
+        next(train(replace(tiny, tables=tables), Settings()))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_images_of_another_size_are_refused(tiny: Recipe, more: int) -> None:
+    """The first batch with an image proves the sizes, behind any number of others."""
     model = make_model(tiny, Settings())
     with tiny.pipeline() as pipeline:
         inputs = dict(next(m for m in microbatches(pipeline, Settings()) if m.samples > 1).inputs)
-    inputs["pixel_values"] = inputs["pixel_values"][:-1]
+    text = {**inputs, "input_ids": torch.zeros_like(inputs["input_ids"])}
+    model(**text)
+    pixels = inputs["pixel_values"]
+    inputs["pixel_values"] = torch.cat([pixels, pixels])[: len(pixels) + more]
     with pytest.raises(ValueError, match="the image and patch size of the model"):
         model(**inputs)

@@ -24,7 +24,9 @@ def test_the_status_says_whether_the_need_is_met(
     assert re.match("limit   (measuring|decoding|memory|planning): .+", limit)
 
 
-@pytest.mark.parametrize("words", [["--need-tokens", "0"], ["--need-tokens=5", "--seconds=0"]])
+@pytest.mark.parametrize(
+    "words", [["--need-tokens=0"], ["--need-tokens=nan"], ["--need-tokens=5", "--seconds=0"]]
+)
 def test_numbers_that_tell_nothing_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ Laws (tests/integrations/test_cuda.py, tests/test_cuda.py on a CUDA machine):
     1. What arrives equals `batch.to_training(...)`, on any device.
     2. `to_training` returns after its copies: a batch's memory may be used again at once.
 
-Cost: pinning takes all of `memory_budget_bytes` from the machine, about 0.3 s a GiB.
+Cost: pinning takes all of `memory_budget_bytes` from the machine at once.
 
 Imports: batch, pipeline, shm.arena. Used by: users, benchmarks.
 """
@@ -71,7 +71,7 @@ def pinned(arena: Arena) -> Iterator[None]:
     """Keep an arena page-locked; a refusal is logged, and copies are only slower."""
     memory = arena.view(0, arena.capacity_bytes)
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0).value
+    error = int(cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if error:
         with suppress(RuntimeError):  # CUDA would report it again, to the next kernel
             torch.ones(1, device="cuda")
