@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.fixtures.memory import (
     PROCESSOR,
@@ -32,6 +35,8 @@ from zephon_mm.errors import ConfigError, DataQualityError, RunnerError, SampleE
 from zephon_mm.io import Dataset
 from zephon_mm.packed import Sequence as PackedSequence
 from zephon_mm.pipeline import Pipeline
+from zephon_mm.processors.image import Change, unchanged
+from zephon_mm.processors.siglip import SigLIPProcessor
 from zephon_mm.records import Document, FileBlob, Image, RowBlob, Text
 
 RUNNERS = ["inline", "thread"]
@@ -193,6 +198,35 @@ def test_after_closing_next_and_iter_raise(recipe: Recipe) -> None:
     for call in (lambda: next(batches), lambda: iter(pipeline), pipeline.checkpoint):
         with pytest.raises(RuntimeError, match="was closed; build another one"):
             call()
+
+
+class Held(SigLIPProcessor):
+    """Decodes nothing until it is let go."""
+
+    go_on = threading.Event()
+
+    def write(self, encoded: bytes, out: NDArray[np.uint8], change: Change = unchanged) -> None:
+        self.go_on.wait(60)
+        super().write(encoded, out, change)
+
+
+@pytest.mark.parametrize(("workers", "why"), [(1, "consumer"), (64, "memory")])
+def test_memory_is_waited_for_only_where_a_worker_has_no_task(
+    recipe: Recipe, workers: int, why: str
+) -> None:
+    recipe = replace(recipe, chunk_size=64, chunks_per_window=1)  # a lane is measured at once
+    rows, processor = recipe.lanes, Held(size=32, patch_size=16)
+    little = {"memory_budget_bytes": rows * BATCH_BYTES, "processor": processor}
+    Held.go_on.clear()
+    with recipe.build(microbatch=rows, runner="thread", workers=workers, **little) as pipeline:
+        batches = iter(pipeline)
+        names = {"driver_wait_consumer_s", "driver_wait_memory_s"}
+        deadline = time.monotonic() + 30
+        while not (found := names & pipeline.metrics().keys()) and time.monotonic() < deadline:
+            os.sched_yield()
+        Held.go_on.set()
+        next(batches)
+    assert found == {f"driver_wait_{why}_s"}
 
 
 def test_closing_wakes_a_consumer_that_waits_in_another_thread(recipe: Recipe) -> None:

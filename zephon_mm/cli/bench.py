@@ -21,7 +21,7 @@ from zephon_mm.recipe import load_recipe
 
 WAITS = {
     "measuring": "driver_wait_measure_s",
-    "decoding": "driver_wait_consumer_s",  # all that is planned is in work
+    "decoding": "driver_wait_consumer_s",  # all that is planned is in work, or each worker busy
     "memory": "driver_wait_memory_s",
 }
 _INDEX = "`zephon-mm index RECIPE`"

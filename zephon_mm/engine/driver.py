@@ -370,7 +370,8 @@ class Driver:
             self._bell.armed = True
             self._decoding.flush()
             while (slab := self.arena.lease(num_bytes)) is None and self._planned > self._taken:
-                self._wait("memory")
+                # While each worker has a task, more memory would not make it faster.
+                self._wait("consumer" if self._queue.depth >= self._config.workers else "memory")
             self._bell.armed = False
         if slab is not None:
             return slab, self.arena.offset_of(slab)
