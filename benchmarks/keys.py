@@ -26,9 +26,14 @@ class Usage(NamedTuple):
     pss_bytes: int
 
 
-def sum_of_pss() -> int:
-    """Return the bytes of all descendants of this process, shared pages divided among them."""
-    return sum(one.memory_full_info().pss for one in psutil.Process().children(recursive=True))
+def descendants() -> set[psutil.Process]:
+    """Return all processes that this one started, and those that they did."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def sum_of_pss(others: set[psutil.Process]) -> int:
+    """Return the bytes of all descendants but these, shared pages divided among them."""
+    return sum(one.memory_full_info().pss for one in descendants() - others)
 
 
 def one_pass(folder: Path, keys: int, workers: int, looks: int) -> Iterator[Usage]:
@@ -48,12 +53,13 @@ def one_pass(folder: Path, keys: int, workers: int, looks: int) -> Iterator[Usag
         global_batch_size=1,
     )
     seen = taken = 0
+    others = descendants()
     with recipe.build(runner="process", workers=workers) as pipeline:
         for batch in pipeline:
             seen += len(batch.keys[0])
             if seen * looks >= (taken + 1) * keys:
                 taken += 1
-                yield Usage(seen, sum_of_pss())
+                yield Usage(seen, sum_of_pss(others))
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.* ranks on .* lanes measure each sample"),
     pytest.mark.filterwarnings("ignore:a shuffle buffer of .* never fills"),
+    pytest.mark.usefixtures("warm_workers"),
 ]
 
 State = Mapping[str, Any]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.keys import one_pass
 from tests.fixtures.memory import PROCESSOR, Recipe, digests, take
+from tests.fixtures.nursery import Nursery
 from tests.fixtures.rows import counted, write_rows
 from tests.laws.test_pressure import Trainer
 from zephon_mm.errors import ConfigError, WorkerLost
@@ -84,11 +85,14 @@ def test_shm_01_a_budget_below_a_batch_names_both_sizes(large: Recipe) -> None:
         take(pipeline, 1)
 
 
-def test_shm_01_room_for_one_large_batch_is_enough_for_four_workers(large: Recipe) -> None:
+def test_shm_01_room_for_one_large_batch_is_enough_for_four_workers(
+    large: Recipe, nursery: Nursery
+) -> None:
     options: dict[str, Any] = {"processor": BIG, "workers": 4, "microbatch": 1}
     with large.build(**options, memory_budget_bytes=256 << 20, runner="thread") as pipeline:
         expected = digests(take(pipeline, 3))
-    with large.build(**options, memory_budget_bytes=24 << 20, runner="process") as pipeline:
+    tight = options | {"memory_budget_bytes": 24 << 20, "runner": "process"}
+    with nursery.launching(), large.build(**tight) as pipeline:
         found: dict[int, str] = {}
         for _, batch in zip(range(3), pipeline, strict=False):
             assert batch.pixel_values.nbytes > 19e6
@@ -111,13 +115,13 @@ def shm_names(pids: list[int]) -> set[str]:
 
 
 def test_shm_02_what_a_killed_run_had_does_not_stand_in_the_way_of_the_next(
-    recipe: Recipe, tmp_path: Path
+    recipe: Recipe, nursery: Nursery, tmp_path: Path
 ) -> None:
     killed = Trainer(recipe, tmp_path, "forever")
     assert shm_names([killed.process.pid, *killed.started]) == set()
     started = [psutil.Process(pid) for pid in killed.started]
     killed.process.kill()
-    with recipe.build(runner="process", workers=2) as pipeline:
+    with nursery.launching(), recipe.build(runner="process", workers=2) as pipeline:
         assert digests(take(pipeline, 4)) == expected_rows(recipe, 4)
     assert psutil.wait_procs(started, timeout=20)[1] == []
     assert killed.end()[0] == -signal.SIGKILL
@@ -179,11 +183,12 @@ class KilledWhileWriting(SigLIPProcessor):
 
 
 def test_shm_07_a_worker_that_is_killed_while_it_writes_a_block_changes_nothing(
-    recipe: Recipe, tmp_path: Path
+    recipe: Recipe, nursery: Nursery, tmp_path: Path
 ) -> None:
     processor = KilledWhileWriting(size=PROCESSOR.size, patch_size=PROCESSOR.patch_size)
     processor.marker = tmp_path / "killed"
-    with recipe.build(processor=processor, runner="process", workers=2) as pipeline:
+    options: dict[str, Any] = {"processor": processor, "runner": "process", "workers": 2}
+    with nursery.launching(), recipe.build(**options) as pipeline:
         found = digests(take(pipeline, 20))
         assert pipeline.metrics()["worker_restarts"] == 1
         assert pipeline.metrics()["skipped"] == {}
@@ -191,10 +196,11 @@ def test_shm_07_a_worker_that_is_killed_while_it_writes_a_block_changes_nothing(
 
 
 def test_shm_07_workers_that_are_always_killed_end_the_run_and_name_the_sample(
-    recipe: Recipe,
+    recipe: Recipe, nursery: Nursery
 ) -> None:
     processor = KilledWhileWriting(size=PROCESSOR.size, patch_size=PROCESSOR.patch_size)
     with (
+        nursery.launching(),
         recipe.build(processor=processor, runner="process", workers=2) as pipeline,
         pytest.raises(WorkerLost, match=r"^[ab]/m-\d/\d: .* ended by SIGKILL"),
     ):

@@ -40,7 +40,11 @@ from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, FileBlob, Image, MediaShape, Text
 from zephon_mm.work import StaticMixtureWorkSource, TokenEstimation
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("warm_workers"),
+]
 KILLS = 100
 SMALL_TASKS: dict[str, Any] = {"runner": "process", "workers": 2, "task_images": 2, "task_rows": 2}
 
@@ -160,8 +164,7 @@ def test_a_hundred_kills_under_load_change_nothing(recipe: Recipe) -> None:
 def test_the_death_of_the_zygote_changes_nothing(recipe: Recipe) -> None:
     with recipe.build(microbatch=2, processor=BUSY, **SMALL_TASKS) as pipeline:
         found = digests(take(pipeline, 2))
-        (zygote,) = psutil.Process().children()
-        os.kill(zygote.pid, signal.SIGKILL)
+        os.kill(workers()[0].ppid(), signal.SIGKILL)
         found |= digests(take(pipeline, 30))
     with recipe.build(microbatch=1) as pipeline:
         assert digests(take(pipeline, len(found))) == found
@@ -319,8 +322,6 @@ def test_a_crash_while_tokens_are_estimated_is_contained(recipe: Recipe) -> None
 
 
 def abort_on_rare(document: Document) -> Document:
-    if any(
-        isinstance(s, Text) and s.text.startswith(("1 ", "2 ", "3 ")) for s in document.segments
-    ):
+    if any(isinstance(s, Text) and s.text.startswith("3 ") for s in document.segments):
         os.abort()
     return document

@@ -1,4 +1,8 @@
-"""Real ranks: torchrun and gloo save with four processes, and two and three go on."""
+"""Real ranks: four processes save over gloo, and two and three go on.
+
+Two ranks are started by torchrun, the others as it would start them, by a fork of the nursery: what
+torchrun costs is that each rank imports torch, its checkpoints and meshes.
+"""
 
 import json
 import os
@@ -7,13 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.fixtures.memory import Recipe, digests, take
+from tests.fixtures.nursery import Nursery
 from tests.laws.scripts.mesh import DATA_RANKS, GROUPS, TENSOR_RANKS
 from tests.laws.scripts.ranks import MORE, STATES
 from zephon_mm.checkpoint import merge_checkpoints
@@ -24,17 +31,46 @@ SAVING_RANKS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def torchrun(folder: Path, ranks: int, mode: str, name: str, script: str = "ranks.py") -> list[Any]:
+def torchrun(folder: Path, ranks: int, mode: str, name: str, script: str = "ranks") -> list[Any]:
     """Run a script on so many processes; return what each wrote."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(ROOT / "tests/laws/scripts" / script)]
+    command += [f"--nproc_per_node={ranks}", str(ROOT / f"tests/laws/scripts/{script}.py")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(folder), mode, name], env=env, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
-    files = [folder / f"{name}-{rank}.rows" for rank in range(ranks)]
-    return [pickle.loads(file.read_bytes()) for file in files]
+    return written(folder, ranks, name)
+
+
+def fork_ranks(
+    nursery: Nursery, folder: Path, ranks: int, mode: str, name: str, script: str = "ranks"
+) -> list[Any]:
+    """Do what `torchrun` does, without its imports."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ours, as torchrun's in its own process
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(ranks),
+    }
+    args = [str(folder), mode, name]
+    with open(folder / f"{name}.log", "w+b") as log:
+        fds = {0: log.fileno(), 1: log.fileno(), 2: log.fileno()}
+        target = f"tests.laws.scripts.{script}:main"
+        children = [
+            nursery.start(target, args, env=env | {"RANK": str(rank)}, fds=fds)
+            for rank in range(ranks)
+        ]
+        codes = [child.wait() for child in children]
+    assert codes == [0] * ranks, (folder / f"{name}.log").read_text()
+    return written(folder, ranks, name)
+
+
+def written(folder: Path, ranks: int, name: str) -> list[Any]:
+    return [pickle.loads((folder / f"{name}-{n}.rows").read_bytes()) for n in range(ranks)]
 
 
 def union(parts: list[dict[int, str]]) -> dict[int, str]:
@@ -55,11 +91,11 @@ def expected(run: Recipe) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def saved(run: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(run: Recipe, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which four ranks left their states and rows."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "recipe").write_bytes(pickle.dumps(run))
-    torchrun(folder, SAVING_RANKS, "save", "saved")
+    fork_ranks(nursery, folder, SAVING_RANKS, "save", "saved")
     return folder
 
 
@@ -81,16 +117,17 @@ def read_parts(folder: Path, name: str) -> list[Any]:
 
 
 def test_four_processes_deliver_what_one_rank_would(saved: Path, expected: dict[int, str]) -> None:
-    rows = [pickle.loads((saved / f"saved-{n}.rows").read_bytes()) for n in range(SAVING_RANKS)]
+    rows = written(saved, SAVING_RANKS, "saved")
     count = SAVING_RANKS * max(STATES.values())
     assert union(rows) == {number: expected[number] for number in range(count)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_other_numbers_of_processes_go_on_from_json_and_from_dcp(
-    saved: Path, expected: dict[int, str], ranks: int
+    saved: Path, nursery: Nursery, expected: dict[int, str], ranks: int
 ) -> None:
-    found = torchrun(saved, ranks, "load", f"on{ranks}")
+    start = torchrun if ranks == 2 else partial(fork_ranks, nursery)
+    found = start(saved, ranks, "load", f"on{ranks}")
     for name, groups in STATES.items():
         first = SAVING_RANKS * groups
         wanted = {number: expected[number] for number in range(first, first + MORE)}
@@ -145,10 +182,10 @@ def test_a_bad_part_is_an_error_that_names_its_rank(
 
 
 def test_ckp_10_ranks_of_a_mesh_that_differ_in_tensor_parallelism_get_equal_batches(
-    run: Recipe, expected: dict[int, str], tmp_path: Path
+    run: Recipe, nursery: Nursery, expected: dict[int, str], tmp_path: Path
 ) -> None:
     (tmp_path / "recipe").write_bytes(pickle.dumps(run))
-    ranks = torchrun(tmp_path, DATA_RANKS * TENSOR_RANKS, "both", "mesh", "mesh.py")
+    ranks = fork_ranks(nursery, tmp_path, DATA_RANKS * TENSOR_RANKS, "both", "mesh", "mesh")
     by_place = {rank["place"]: rank for rank in ranks}
     first = DATA_RANKS * GROUPS
     for data_rank in range(DATA_RANKS):

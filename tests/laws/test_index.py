@@ -4,8 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +27,7 @@ from tests.fixtures.memory import (
     run_ranks,
     take,
 )
+from tests.fixtures.nursery import Child, Nursery
 from zephon_mm import index as index_module
 from zephon_mm.cli.demo_data import write_tokenizer
 from zephon_mm.errors import ConfigError, SampleError, StaleIndexError
@@ -41,6 +40,7 @@ from zephon_mm.records import Document, FileBlob, Image, Text
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* ranks on .* lanes measure each sample"),
     pytest.mark.filterwarnings("ignore:a shuffle buffer of .* never fills"),
+    pytest.mark.usefixtures("warm_workers"),
 ]
 
 
@@ -298,26 +298,16 @@ class NeedsTokens:
         return []
 
 
-FILL = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from zephon_mm.recipe import load_recipe
-from zephon_mm import index
-index.SAVED_ROWS = 16
-load_recipe(sys.argv[2]).pipeline(runner="thread", task_rows=4).build_index(progress=False)
-"""
-
-
 @pytest.mark.slow
 def test_processes_that_are_killed_and_started_again_fill_one_index(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = Path(__file__).parents[2]
-    recipe = write_recipe(tmp_path)
+    recipe = str(write_recipe(tmp_path))
     rng = random.Random(1)
 
-    def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([sys.executable, "-c", FILL, str(root), str(recipe)])
+    def start() -> Child:
+        fds = {0: 0, 1: 1, 2: 2}
+        return nursery.start("tests.laws.scripts.fill:main", [recipe], env=os.environ, fds=fds)
 
     def known() -> int:
         tables = list((tmp_path / "cache").rglob("*.rows"))

@@ -37,6 +37,7 @@ from zephon_mm.processors.marks import shown_marks
 from zephon_mm.records import FileBlob, Image, Text
 from zephon_mm.work import StaticMixtureWorkSource
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 AUGMENT = Augment(crop=(0.4, 0.9), flip=0.5)
 SEQUENCES = 24
 STALE = "boxes and 0 points.*make the index anew"

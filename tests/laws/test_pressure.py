@@ -27,7 +27,11 @@ from zephon_mm.pipeline import Pipeline
 ROOT = Path(__file__).parents[2]
 BATCH_BYTES = 80 << 10  # about one batch of two rows of 64 tokens
 OPTIONS: dict[str, Any] = {"runner": "process", "workers": 2, "task_images": 4, "task_rows": 4}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("warm_workers"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from zephon_mm.processors import (
 from zephon_mm.processors.augment import Augment
 from zephon_mm.records import FileBlob, Image, MediaShape, Text, Video
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 SIGLIP = SigLIPProcessor(size=32, patch_size=16)
 QWEN = QwenVLProcessor(min_pixels=32 * 32, max_pixels=96 * 96)
 PAIRS = {

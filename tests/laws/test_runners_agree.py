@@ -17,6 +17,7 @@ from tests.fixtures.memory import (
 )
 from zephon_mm.records import FileBlob, Image, Text
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 STEPS = 6
 
 

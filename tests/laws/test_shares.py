@@ -27,7 +27,7 @@ drawn_runs = settings(
     max_examples=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-STEPS, N = 200, 48
+STEPS, N = 200, 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +81,11 @@ def mixed(blobs: list[FileBlob]) -> Mixed:
 def planned(recipe: Recipe, steps: int) -> list[Counter[int]]:
     """Return the tokens of each dataset in each step."""
     found: list[Counter[int]] = [Counter() for _ in range(steps)]
+    size = recipe.global_batch_size or 0
     with recipe.build() as pipeline:
-        for one in pipeline.plan(steps * N):
+        for one in pipeline.plan(steps * size):
             for piece in one.sequence.pieces:
-                found[one.number // N][piece.record.ref.dataset] += piece.num_tokens
+                found[one.number // size][piece.record.ref.dataset] += piece.num_tokens
     return found
 
 
@@ -236,12 +237,12 @@ def test_metrics_tell_target_and_delivered_shares(unequal: Mixed) -> None:
 
 
 def test_a_curriculum_in_steps_holds_from_the_window_of_each_step(unequal: Mixed) -> None:
-    base = replace(unequal, chunk_size=16, chunks_per_window=4)
+    base = replace(unequal, chunk_size=16, chunks_per_window=4, global_batch_size=2 * N)
     turns = [(20, (0.0, 0.2, 0.8)), (40, (0.5, 0.5, 0.0))]
     rates = []
     for weights in (base.weights, turns[0][1]):
         with replace(base, weights=weights).build() as pipeline:
-            take(pipeline, 60 * N)
+            take(pipeline, 60 * 2 * N)
             rates.append(pipeline.metrics()["windows_per_step"])
     curriculum = [(step, dict(zip("abc", weights, strict=True))) for step, weights in turns]
     steps = planned(replace(base, more={"curriculum": curriculum, "windows_per_step": rates}), 60)

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fixtures.memory import PROCESSOR, Recipe, digests, take
+from tests.fixtures.nursery import Nursery
 from tests.fixtures.tokenizers import byte_level_bpe
-from tests.laws.test_distributed import torchrun, union
+from tests.laws.test_distributed import fork_ranks, union
 from zephon_mm.checkpoint import merge_checkpoints
 from zephon_mm.errors import CheckpointError, ConfigError
 from zephon_mm.pipeline import Pipeline
@@ -214,10 +215,12 @@ def test_a_dataset_that_began_without_weight_may_be_named_and_cannot_join(base: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_all_ranks_get_what_the_first_one_chose(base: Recipe, tmp_path: Path) -> None:
+def test_all_ranks_get_what_the_first_one_chose(
+    base: Recipe, nursery: Nursery, tmp_path: Path
+) -> None:
     recipe = replace(base, lanes=4, global_batch_size=12)
     (tmp_path / "recipe").write_bytes(pickle.dumps(recipe))
-    found = torchrun(tmp_path, 3, "steer", "steered", script="steering.py")
+    found = fork_ranks(nursery, tmp_path, 3, "steer", "steered", "steering")
     state = json.loads((tmp_path / "steered.json").read_text())
     rows = union([rows for rows, _ in found])
     assert {json.dumps(lineage) for _, lineage in found} == {json.dumps(state["lineage"])}

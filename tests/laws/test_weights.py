@@ -25,6 +25,7 @@ from zephon_mm.io import Dataset
 from zephon_mm.protocols import Sample
 from zephon_mm.records import Document, Image, Segment, Text
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 SEQUENCES = 16
 
 

@@ -26,6 +26,7 @@ from zephon_mm.recipe import load_recipe
 from zephon_mm.records import Image, Text, Video
 from zephon_mm.work import StaticMixtureWorkSource
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 CAPTIONS = [
     "A small cat",
     "Coffee, in a CUP; ÀÉ!",

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # cutting a mesh imports it: here, ranks that are forked share it
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,8 +35,8 @@ def run(recipe: Recipe) -> dict[str, Any]:
     return {"place": place, "before": before, "after": after, "part": part, "state": state}
 
 
-def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[3]
+def main(place: str, _: str, name: str) -> None:
+    folder = Path(place)
     dist.init_process_group("gloo")
     found = run(pickle.loads((folder / "recipe").read_bytes()))
     (folder / f"{name}-{dist.get_rank()}.rows").write_bytes(pickle.dumps(found))
@@ -43,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -71,8 +71,8 @@ def load(recipe: Recipe, folder: Path) -> dict[str, dict[int, str]]:
     return found
 
 
-def main() -> None:
-    folder, mode, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def main(place: str, mode: str, name: str) -> None:
+    folder = Path(place)
     dist.init_process_group("gloo")
     recipe = pickle.loads((folder / "recipe").read_bytes())
     found = save(recipe, folder) if mode == "save" else load(recipe, folder)
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

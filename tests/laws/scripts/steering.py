@@ -27,8 +27,8 @@ def fail(told: dict[str, Any]) -> None:
     raise KeyError("of the callback")
 
 
-def main() -> None:
-    folder, _, name = Path(sys.argv[1]), *sys.argv[2:]
+def main(place: str, _: str, name: str) -> None:
+    folder = Path(place)
     dist.init_process_group("gloo")
     recipe = pickle.loads((folder / "recipe").read_bytes())
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -48,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
