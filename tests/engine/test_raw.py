@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.usefixtures("warm_workers"),
 ]
 
-
 BLOCK_ROWS = 50
 
 
